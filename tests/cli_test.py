@@ -1,0 +1,658 @@
+#!/usr/bin/env python3
+"""The command line of ds4 from outside: streams, exit codes, options, JSON, dumps, scripts, and the chat in a pseudo-terminal.
+
+    tests/cli_test.py ./ds4 tests/data/nano.gguf [PATTERN]     prints "N passed, M failed"
+"""
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import fcntl
+import time
+import traceback
+
+DS4, MODEL = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
+ENV = {k: v for k, v in os.environ.items() if k not in ("DS4_MODEL", "NO_COLOR")}
+ENV["TERM"] = "xterm-256color"
+TMP = tempfile.TemporaryDirectory(prefix="ds4-cli-")
+ENV["XDG_STATE_HOME"] = os.path.join(TMP.name, "state")
+GREEDY = ["--nothink", "--temp", "0"]
+
+
+class Result:
+    def __init__(self, code, out, err):
+        self.code, self.raw, self.out, self.err = code, out, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+
+
+def ds4(*args, stdin=None, model=MODEL, env=None, cwd=None, timeout=60):
+    cmd = [DS4] + (["-m", model] if model else []) + list(args)
+    p = subprocess.run(cmd, input=stdin if stdin is not None else b"", stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(ENV, **(env or {})),
+                       cwd=cwd or TMP.name, timeout=timeout)
+    return Result(p.returncode, p.stdout, p.stderr)
+
+
+def path(name, data=None):
+    p = os.path.join(TMP.name, name)
+    if data is not None:
+        with open(p, "wb") as f:
+            f.write(data if isinstance(data, bytes) else data.encode())
+    return p
+
+
+def same(got, want, what=""):
+    assert got == want, "%s\n   got  %r\n   want %r" % (what, got, want)
+
+
+def holds(needle, text):
+    assert needle in text, "%r is not in %r" % (needle, text)
+
+
+def fails(r, code, *needles):
+    same(r.code, code, r.err)
+    same(r.out, "", "stdout of a failed run")
+    lines = r.err.strip().split("\n")
+    same(len(lines), 1, "one line: " + r.err)
+    assert lines[0].startswith("ds4: "), r.err
+    for n in needles:
+        holds(n, r.err)
+
+
+# -- one-shot ----
+
+def test_answer_is_all_of_stdout():
+    r = ds4(*GREEDY, "-p", "Hello")
+    same((r.code, r.out, r.err), (0, "Hello! How can I help you today?\n", ""))
+
+
+def test_prompt_sources():
+    want = "Hello! How can I help you today?\n"
+    same(ds4(*GREEDY, "-f", path("hello.txt", "Hello")).out, want)
+    same(ds4(*GREEDY, "-f", "-", stdin=b"Hello").out, want)
+    same(ds4(*GREEDY, stdin=b"Hello").out, want)
+    same(ds4(*GREEDY, "--prompt=Hello", stdin=b"not read").out, want)
+    both = json.loads(ds4("--dump-tokens", "--nothink", "-p", "A", "-f", "-", stdin=b"B").out)
+    same(both, json.loads(ds4("--dump-tokens", "--nothink", "-p", "A\n\nB").out))
+    ids = json.loads(ds4("--dump-tokens", "--nothink", "-p", "Hello").out)
+    same(ds4("--temp", "0", "--prompt-tokens", path("ids.json", json.dumps(ids))).out, want)
+    same(ds4("--temp", "0", "--prompt-tokens", path("ids.txt", " ".join(map(str, ids)) + "\n")).out, want)
+    same(ds4(*GREEDY, "--messages", path("m.json", '[{"role": "user", "content": "Hello"}]')).out, want)
+
+
+def test_reasoning_goes_to_stderr():
+    r = ds4("--temp", "0", "-p", "What is 12 + 7?")
+    same((r.code, r.out), (0, "19\n"))
+    assert r.err.strip() and "\x1b" not in r.err, r.err
+    same(ds4("--temp", "0", "-q", "-p", "What is 12 + 7?").err, "")
+    same(ds4("--temp", "0", "--hide-think", "-p", "What is 12 + 7?").err, "")
+    j = json.loads(ds4("--temp", "0", "--json", "-p", "What is 12 + 7?").out)
+    same(j["text"], "19")
+    same(j["reasoning"].strip(), r.err.strip())
+
+
+def test_stats_line():
+    r = ds4(*GREEDY, "--stats", "-p", "Hello")
+    assert re.fullmatch(r"prompt 5 tok [\d.]+ t/s \| answer 10 tok [\d.]+ t/s [\d.]+ GB/s \| ctx 15/\d+ \| #[0-9a-f]{8}\n", r.err), r.err
+    same(ds4(*GREEDY, "--stats", "-q", "-p", "Hello").err, "")
+
+
+def test_json():
+    r = ds4(*GREEDY, "--json", "--seed", "7", "--logprobs", "3", "-p", "Hello")
+    j = json.loads(r.out)
+    same(list(j), ["text", "finish", "prompt_tokens", "cached_tokens", "completion_tokens", "prompt_ms", "completion_ms", "seed", "hash", "logprobs"])
+    same((j["text"], j["finish"], j["prompt_tokens"], j["cached_tokens"], j["completion_tokens"], j["seed"]), ("Hello! How can I help you today?", "stop", 5, 0, 10, 7))
+    same(len(j["logprobs"]), 10)
+    for t in j["logprobs"]:
+        same(len(t["top"]), 3)
+        same(t["top"][0]["id"], t["id"])
+        assert t["top"][0]["logprob"] >= t["top"][1]["logprob"] >= t["top"][2]["logprob"] and t["logprob"] <= 0
+    same("".join(t["text"] for t in j["logprobs"][:-1]), j["text"])
+
+
+def test_hash_does_not_depend_on_how_it_runs():
+    prompt = ["-p", "What is the capital of France?"]
+    want = json.loads(ds4(*GREEDY, "--json", *prompt).out)["hash"]
+    for args in (["-t", "1"], ["-t", "2"], ["--isa", "scalar"], ["--prefill-chunk", "1"], ["--prefill-chunk", "3"], ["--no-mmap"]):
+        same(json.loads(ds4(*GREEDY, "--json", *args, *prompt).out)["hash"], want, str(args))
+
+
+def test_finish_reasons():
+    def finish(*args):
+        j = json.loads(ds4(*GREEDY, "--json", *args).out)
+        return j["finish"], j["text"]
+    same(finish("-n", "3", "-p", "Hello")[0], "length")
+    same(finish("--stop", " I help", "-p", "Hello"), ("stop-text", "Hello! How can"))
+    same(finish("--stop", "nowhere", "--stop", "!", "-p", "Hello"), ("stop-text", "Hello"))
+    same(finish("--stop", "today?!", "-p", "Hello"), ("stop", "Hello! How can I help you today?"))
+    same(finish("--ctx", "8", "-p", "Hello")[0], "context")
+    same(ds4(*GREEDY, "--ignore-eos", "-n", "20", "--json", "-p", "Hello").out.count('"length"'), 1)
+    r = ds4(*GREEDY, "--ctx", "8", "-p", "Hello")
+    holds("of 8", r.err)
+    same(r.code, 0)
+
+
+def test_loop_stop():
+    j = json.loads(ds4("--raw", "--temp", "0", "--ignore-eos", "-n", "2000", "--loop-stop", "3", "--json", "-p", "Hello").out)
+    assert j["finish"] in ("loop", "length"), j["finish"]
+    if j["finish"] == "loop":
+        assert j["completion_tokens"] < 2000
+
+
+def test_seeds():
+    args = ["--nothink", "--temp", "3", "--min-p", "0", "-n", "12", "--json", "-p", "Tell me a story about a fox."]
+    a, b, c = (json.loads(ds4(*args, "--seed", s).out) for s in ("0", "0", "1"))
+    same(a["text"], b["text"])
+    same(a["hash"], b["hash"])
+    assert a["text"] != c["text"]
+    assert json.loads(ds4(*args).out)["seed"] != json.loads(ds4(*args).out)["seed"]
+
+
+def test_sampling_edges():
+    for args in (["--temp", "1", "--top-k", "1"], ["--temp", "1", "--top-p", "0"], ["--temp", "0"], ["--temp", "1", "--min-p", "1"]):
+        same(ds4("--nothink", *args, "-p", "Hello").out, "Hello! How can I help you today?\n", str(args))
+    same(ds4("--nothink", "--temp", "1", "--top-k", "1", "--samplers", "top-k,temp", "-p", "Hello").code, 0)
+    same(ds4(*GREEDY, "--repeat-penalty", "1.3", "--repeat-last-n", "-1", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5", "-p", "Hello").code, 0)
+
+
+def test_tools_are_rendered_and_parsed():
+    tools = path("tools.json", json.dumps([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]))
+    with_tools = json.loads(ds4("--dump-tokens", "--nothink", "--tools", tools, "-p", "Hello").out)
+    assert len(with_tools) > 100
+    same(ds4(*GREEDY, "-n", "5", "--tools", tools, "--json", "-p", "Hello").code, 0)
+    fails(ds4("--tools", path("bad.json", "{"), "-p", "x"), 1, "bad.json")
+    fails(ds4("--tools", path("bad2.json", "{}"), "-p", "x"), 1, "bad2.json")
+
+
+# -- bad input and bad usage ----
+
+def test_bad_usage():
+    for args, needle in ((["-n", "abc"], "abc"), (["-n", "0"], "-n"), (["--nonsense"], "--nonsense"), (["--temp", "-1"], "--temp"), (["--temp", "nan"], "--temp"),
+                         (["--top-p", "1.5"], "--top-p"), (["--min-p=x"], "--min-p"), (["--samplers", "temp,foo"], "foo"), (["--ctx", "0"], "--ctx"), (["-n"], "-n"),
+                         (["--isa", "mmx"], "mmx"), (["--json=yes"], "--json"), (["--color", "blue"], "blue"), (["hello"], "hello"), (["--inspect", "--check"], "--check"),
+                         (["--stop", ""], "--stop"), (["-p", ""], "empty"), (["--bench", "gpu"], "gpu"), (["--threads", "99999"], "--threads"), (["--raw", "-p", ""], "empty")):
+        fails(ds4(*args), 2, needle)
+    fails(ds4(stdin=b""), 2, "empty")
+
+
+def test_bad_input():
+    fails(ds4("-p", "x", model=path("missing.gguf")), 1, "missing.gguf")
+    fails(ds4("-p", "x", model=path("empty.gguf", b"")), 1, "empty.gguf")
+    fails(ds4("-p", "x", model=path("page.gguf", "<!DOCTYPE html><html>Not found</html>" * 100)), 1, "page.gguf")
+    with open(MODEL, "rb") as f:
+        data = f.read()
+    fails(ds4("-p", "x", model=path("short.gguf", data[:len(data) // 2])), 1, "short.gguf")
+    fails(ds4("-p", "x", model=path("other.gguf", data.replace(b"deepseek4", b"deepseek2"))), 1, "deepseek2")
+    fails(ds4("-p", "x", model=path("tensor.gguf", data.replace(b"output_norm.weight", b"output_nerm.weight"))), 1, "output_norm.weight")
+    fails(ds4("-p", "x", model=TMP.name), 1, TMP.name)
+    fails(ds4("-f", path("nothing.txt")), 1, "nothing.txt")
+    fails(ds4("--prompt-tokens", path("ids", "1 2 x")), 1, "ids")
+    fails(ds4("--prompt-tokens", path("ids", "[1, 99999999]")), 1, "99999999")
+    fails(ds4("--messages", path("messages", "[{]")), 1, "messages", "offset 2")
+    fails(ds4("--messages", path("messages", '[{"role": "king", "content": "x"}]')), 1, "king")
+    fails(ds4("--ctx", "16", "-p", "word " * 100), 1, "16")
+    fails(ds4("--dump-logits", "/nowhere/x", "-p", "x"), 1, "/nowhere/x")
+
+
+def test_no_model():
+    r = ds4("-p", "x", model=None)
+    fails(r, 1, "-m", "DS4_MODEL", "ds4flash.gguf", "make demo")
+    same(ds4(*GREEDY, "-p", "Hello", model=None, env={"DS4_MODEL": MODEL}).out, "Hello! How can I help you today?\n")
+    os.symlink(MODEL, path("ds4flash.gguf"))
+    same(ds4(*GREEDY, "-p", "Hello", model=None).out, "Hello! How can I help you today?\n")
+    os.unlink(path("ds4flash.gguf"))
+
+
+def test_help_and_version():
+    r = ds4("--help", model=None)
+    same((r.code, r.err), (0, ""))
+    for option in ("-m, --model FILE", "--temp F", "--script FILE", "--bench [WHAT]", "--json"):
+        holds(option, r.out)
+    same(ds4("-h", model=None).out, r.out)
+    assert max(map(len, r.out.split("\n"))) < 132
+    v = ds4("--version", model=None)
+    assert re.match(r"ds4 \d+\.\d+\.\d+.*scalar", v.out), v.out
+
+
+def test_demo_on_a_pipe():
+    r = ds4("--demo")
+    same(r.code, 0)
+    same(r.out.split(), ["Alice=52", "Bob=34"])
+
+
+def test_broken_pipe_ends_quietly():
+    p = subprocess.Popen([DS4, "-m", MODEL, *GREEDY, "--ignore-eos", "-n", "3000", "-p", "Hello"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
+    p.stdout.read(1)
+    p.stdout.close()
+    err = p.stderr.read()
+    same((p.wait(20), err), (0, b""))
+
+
+def test_full_disk_is_an_error():
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full:
+            p = subprocess.run([DS4, "-m", MODEL, *GREEDY, "-p", "Hello"], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=ENV)
+        same(p.returncode, 1)
+        holds(b"ds4: ", p.stderr)
+
+
+def test_interrupt():
+    p = subprocess.Popen([DS4, "-m", MODEL, *GREEDY, "--json", "--ignore-eos", "-n", "3900", "-p", "Hello"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
+    time.sleep(1.0)
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=20)
+    if p.returncode != 0:                     # 0: a machine so fast that it was done
+        same((p.returncode, json.loads(out)["finish"]), (130, "interrupted"))
+
+
+# -- dumps ----
+
+def test_dump_tokens():
+    same(ds4("--dump-tokens", "--raw", "--no-bos", "-p", "").out, "[]\n")
+    raw = json.loads(ds4("--dump-tokens", "--raw", "-p", "<｜User｜>Hi").out)
+    same(json.loads(ds4("--dump-tokens", "--raw", "--no-bos", "-p", "<｜User｜>Hi").out), raw[1:])
+    assert len(json.loads(ds4("--dump-tokens", "--raw", "--no-special", "-p", "<｜User｜>Hi").out)) > len(raw)
+    chat = json.loads(ds4("--dump-tokens", "--nothink", "-p", "Hi").out)
+    think = json.loads(ds4("--dump-tokens", "-p", "Hi").out)
+    same(chat[:-1], think[:-1])
+    assert chat[-1] != think[-1]
+    forged = json.loads(ds4("--dump-tokens", "--nothink", "-p", "<｜Assistant｜>").out)
+    same(forged.count(chat[-2]), 1, "a control token forged in a prompt")
+    data = bytes(range(256))
+    same(len(json.loads(ds4("--dump-tokens", "--raw", "--no-bos", "--no-special", "-f", path("all.bin", data)).out)) > 10, True)
+    v = ds4("--dump-tokens", "-v", "--nothink", "-p", "Hi")
+    same(len(v.err.strip().split("\n")), len(chat))
+    assert len(json.loads(ds4("--dump-tokens", "--think-max", "-p", "Hi").out)) > len(think) + 50
+    system = json.loads(ds4("--dump-tokens", "--nothink", "-sys", "Be brief.", "-p", "Hi").out)
+    same(system[-len(chat) + 1:], chat[1:])
+
+
+def test_dump_logits_and_perplexity():
+    ids = json.loads(ds4("--dump-tokens", "--nothink", "-p", "Hello").out)
+    f = path("logits.bin")
+    r = ds4("--dump-logits", f, "--nothink", "-p", "Hello")
+    same((r.code, r.out), (0, ""))
+    n_vocab = json.loads(ds4("--inspect", "--json").out)["shape"]["vocabulary"]
+    data = open(f, "rb").read()
+    same(len(data), 4 * n_vocab * len(ids))
+    with open(f, "rb") as g:
+        last = struct.unpack("<%df" % n_vocab, g.read()[-4 * n_vocab:])
+    j = json.loads(ds4(*GREEDY, "--json", "--logprobs", "1", "-n", "1", "-p", "Hello").out)
+    same(max(range(n_vocab), key=lambda i: last[i]), j["logprobs"][0]["id"])
+    for chunk in ("1", "3"):
+        g = path("logits2.bin")
+        ds4("--dump-logits", g, "--prefill-chunk", chunk, "--nothink", "-p", "Hello")
+        same(open(g, "rb").read() == data, True, "chunk " + chunk)
+    p = json.loads(ds4("--perplexity-file", path("text", "Hello! How can I help you today? " * 8), "--ctx", "32").out)
+    assert p["tokens"] > 60 and p["nll"] > 0, p
+    assert abs(p["perplexity"] / 2.718281828459045 ** (p["nll"] / p["tokens"]) - 1) < 1e-9, p
+
+
+def test_dump_logprobs():
+    f = path("lp.json")
+    same(ds4(*GREEDY, "--dump-logprobs", f, "--logprobs", "2", "-p", "Hello").out, "")
+    j = json.load(open(f))
+    same((j["finish"], len(j["tokens"]), len(j["tokens"][0]["top"])), ("stop", 10, 2))
+
+
+def test_dump_taps():
+    d = path("taps")
+    r = ds4("--dump-taps", d, "--nothink", "-p", "Hello")
+    same((r.code, r.out), (0, ""))
+    names = os.listdir(d)
+    for n in ("hc_embed.f32", "l0.hc_after_attn.f32", "l0.hc_out.f32", "l0.experts.i32"):
+        assert n in names, names
+    same(os.path.getsize(os.path.join(d, "hc_embed.f32")), 5 * 4 * 128 * 4)
+    same(os.path.getsize(os.path.join(d, "l5.hc_out.f32")), 5 * 4 * 128 * 4)
+
+
+def test_inspect_and_check():
+    r = ds4("--inspect", "--ctx", "1000")
+    for needle in ("layers", "Q8_0", "read per token", "--ctx 1000", "cache"):
+        holds(needle, r.out)
+    j = json.loads(ds4("--inspect", "--json", "--ctx", "1000").out)
+    same((j["shape"]["layers"], j["tokenizer"]["tokens"], j["memory"]["ctx"]), (6, 1536, 1000))
+    same(sum(t["bytes"] for t in j["types"]) <= j["file_bytes"], True)
+    c = json.loads(ds4("--check").out)
+    same(c["non_finite"], 0)
+    with open(MODEL, "rb") as f:
+        data = bytearray(f.read())
+    data[-4000:-3998] = b"\x00\x7c"            # somewhere in the last tensors: most likely an infinity or a quantised value
+    bad = ds4("--check", model=path("bad.gguf", bytes(data)))
+    assert bad.code in (0, 1)
+
+
+def test_bench_output():
+    r = ds4("--bench", "sampler", timeout=120)
+    same(r.code, 0)
+    rows = r.out.strip().split("\n")
+    assert rows[0].startswith("chain,vocabulary,us") and len(rows) > 8, r.out
+    j = json.loads(ds4("--bench", "model", "--ctx", "200", "--json", "-q").out)
+    same(j["bench"], "model")
+    assert {"threads", "isa", "file", "hash", "rows"} <= set(j), j
+    assert any(row["what"] == "decode" for row in j["rows"])
+    same(ds4("--bench", "profile", "--ctx", "100").code, 0)
+    same(ds4("--bench", "tokenizer", "-f", path("t.txt", "Hello world. " * 1000)).code, 0)
+
+
+# -- scripts ----
+
+def script(cases, *args):
+    f = path("script.jsonl", "\n".join(json.dumps(c) for c in cases) + "\n")
+    r = ds4("--script", f, *args)
+    return r, [json.loads(line) for line in r.out.strip().split("\n") if line], f
+
+
+def test_script():
+    hello = {"name": "hello", "prompt": "Hello", "text": "Hello! How can I help you today?", "finish": "stop"}
+    facts = {"name": "facts", "prompt": "Bob was assigned the number thirty-four. Alice was assigned the number fifty-two.\n\nList the assigned numbers for: Alice, Bob.",
+             "facts": {"Alice": "52", "Bob": 34}, "contains": ["Alice", "34"]}
+    r, out, _ = script([hello, facts])
+    same((r.code, r.err.strip().split("\n")[-1]), (0, "2 passed, 0 failed"))
+    same([o["pass"] for o in out], [True, True])
+    for key in ("name", "pass", "text", "finish", "hash", "tokens_out", "margin", "cached_tokens"):
+        assert key in out[0], out[0]
+    wrong = [dict(hello, text="Hello! How can I harm you?"), dict(hello, finish="length"), dict(hello, hash="00000000"), dict(facts, facts={"Alice": "53"}),
+             dict(facts, facts={"Carol": "1"}), dict(hello, contains=["nowhere"]), dict(hello, tokens_out=[1, 2, 3])]
+    r, out, _ = script(wrong, "-q")
+    same((r.code, r.err), (3, "0 passed, 7 failed\n"))
+    for o, needle in zip(out, ("at byte 18", "finish", "hash", "Alice", "missing", "nowhere", "tokens_out[0]")):
+        holds(needle, o["why"])
+    holds("margin there", out[6]["why"])
+    holds("below", out[6]["why"])
+
+
+def test_script_reuses_the_prefix():
+    a = [{"role": "user", "content": "My name is Clara."}]
+    r, out, _ = script([{"messages": a}, {"messages": a}, {"prompt": "My name is Clara. Hello", "n": 1}])
+    same(out[0]["cached_tokens"], 0)
+    same(out[1]["cached_tokens"] >= out[1]["prompt_tokens"] - 1, True)
+    same(out[1]["hash"], out[0]["hash"])
+    assert out[2]["cached_tokens"] > 3
+
+
+def test_script_options_and_errors():
+    r, out, _ = script([{"prompt": "Hello", "n": 2}, {"prompt": "Hello", "stop": "!"}, {"prompt": "Hello", "think": True}, {"prompt": "Hello", "ctx": 9},
+                        {"prompt": "Hello", "temp": 1, "seed": 3, "top_k": 1, "system": "x"}])
+    same([o["finish"] for o in out][:4], ["length", "stop-text", "stop", "context"])
+    assert "reasoning" in out[2]
+    r, out, _ = script([{"prompt": "Hello", "n": 50}], "-n", "1")
+    same(out[0]["completion_tokens"], 1)
+    fails(ds4("--script", path("no.jsonl")), 1, "no.jsonl")
+    fails(ds4("--script", path("bad.jsonl", "{\n")), 1, "bad.jsonl: line 1")
+    fails(ds4("--script", path("bad.jsonl", "\n{}\n")), 1, "bad.jsonl: line 2", "prompt")
+    fails(ds4("--script", path("bad.jsonl", '{"prompt": 3}\n')), 1, "string")
+
+
+def test_script_update():
+    cases = [{"name": "a", "prompt": "Hello"}, {"name": "b", "prompt": "Hello", "text": "wrong", "tokens_out": [1], "finish": "loop", "contains": ["zzz"]}]
+    r, _, f = script(cases, "--update")
+    same(r.code, 0)
+    updated = [json.loads(line) for line in open(f)]
+    same(list(updated[0]), ["name", "prompt", "text", "hash"])
+    same((updated[1]["text"], updated[1]["finish"], len(updated[1]["tokens_out"])), ("Hello! How can I help you today?", "stop", 10))
+    r = ds4("--script", f)
+    same((r.code, r.err.strip().split("\n")[-1]), (0, "2 passed, 0 failed"))
+    same([n for n in os.listdir(TMP.name) if n.endswith(".new")], [])
+
+
+# -- chat in a pseudo-terminal ----
+
+class Chat:
+    def __init__(self, *args, env=None, size=(24, 80), model=MODEL):
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(TMP.name)
+            os.execve(DS4, [DS4] + (["-m", model] if model else []) + list(args), dict(ENV, **(env or {})))
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", size[0], size[1], 0, 0))
+        self.seen = ""
+
+    def read(self, timeout):
+        if select.select([self.fd], [], [], timeout)[0]:
+            try:
+                data = os.read(self.fd, 65536)
+            except OSError:
+                data = b""
+            self.seen += data.decode("utf-8", "replace")
+            return bool(data)
+        return None
+
+    def expect(self, pattern, timeout=20):
+        """waits for the pattern and returns what came up to its end"""
+        end = time.time() + timeout
+        while True:
+            m = re.search(pattern, self.seen)
+            if m:
+                got, self.seen = self.seen[:m.end()], self.seen[m.end():]
+                return got
+            if time.time() > end or self.read(0.2) is False:
+                raise AssertionError("no %r in %r" % (pattern, self.seen[-2000:]))
+
+    def send(self, text):
+        os.write(self.fd, text if isinstance(text, bytes) else text.encode())
+
+    def say(self, text):
+        """types a line at the prompt and returns what comes until the next prompt"""
+        self.send(text + "\r")
+        return self.prompt()
+
+    def prompt(self):
+        return self.expect(PROMPT)
+
+    def end(self, timeout=10):
+        stop = time.time() + timeout
+        while time.time() < stop:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                os.close(self.fd)
+                return os.waitstatus_to_exitcode(status)
+            self.read(0.05)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError("still running: %r" % self.seen[-500:])
+
+
+PROMPT = r"\x1b\[\?2004h\r\x1b\[J> \r\x1b\[2C"
+OPTIONS = ["--nothink", "--temp", "0"]
+
+
+def test_chat_remembers_and_leaves():
+    c = Chat(*OPTIONS)
+    holds("/help", c.prompt())
+    holds("Clara.", c.say("My name is Clara."))
+    got = c.say("What is my name?")
+    holds("Clara", got)
+    assert re.search(r"prompt \d+ tok .*ctx \d+/\d+ \| #", got), got
+    n = int(re.search(r"prompt (\d+) tok", got).group(1))
+    assert n < 14, "the second turn reads only itself: " + got
+    c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_chat_commands():
+    c = Chat(*OPTIONS)
+    c.prompt()
+    holds("unknown command", c.say("/nonsense"))
+    holds("/regen", c.say("/help"))
+    holds("no answer", c.say("/regen"))
+    holds("no answer", c.say("/stats"))
+    for bad in ("/ctx", "/ctx x", "/ctx 0", "/ctx 99999999999999999999", "/read", "/read /nowhere", "/set temp", "/set temp -1", "/set temp abc", "/set nothing 3", "/set model x",
+                "/set hide-think 3", "/tool", "/tool call_0", "/tools /nowhere", "/clear now", "/set top-k 99999999999", "/set stop"):
+        got = c.say(bad)
+        lines = [s for s in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\r", got).replace("\r", "\n").split("\n") if s.startswith("ds4: ")]
+        if bad != "/set stop":
+            same(len(lines), 1, bad + ": " + repr(got))
+    holds("temp 0,", c.say("/show"))
+    c.say("/set temp 0.5")
+    holds("temp 0.5,", c.say("/show"))
+    c.say("/set temp 0")
+    holds("Hello!", c.say("Hello"))
+    holds("#", c.say("/stats"))
+    holds("Hello!", c.say("/regen"))
+    c.say("My name is Clara.")
+    c.say("/clear")
+    assert "Clara" not in c.say("What is my name?")
+    holds("context 512", c.say("/ctx 512"))
+    holds("Hello!", c.say("Hello"))
+    path("ask.txt", "What is 12 + 7?")
+    holds("19", c.say("/read ask.txt"))
+    c.say("/think")
+    got = c.say("What is 12 + 7?")
+    holds("\x1b[2m", got)
+    holds("19", got)
+    c.say("/nothink")
+    holds("no tool call", c.say("/tool x"))
+    c.say("/system Be brief.")
+    holds("Be brief.", c.say("/show"))
+    c.send("/quit\r")
+    same(c.end(), 0)
+
+
+def test_chat_editing():
+    c = Chat(*OPTIONS)
+    c.prompt()
+    holds("19", c.say("What is 12 + 8?\x1b[D\x1b[D\x1b[3~7"))                       # Left Left Delete 7
+    holds("19", c.say("zzz\x15is 12 + 7?\x01What \x05"))                            # Ctrl-U, Ctrl-A, Ctrl-E
+    holds("19", c.say("What is 12 + 7? rubbish\x17\x7f"))                           # Ctrl-W, Backspace
+    holds("19", c.say("What is 12 + 7?ab\x02\x02\x0b"))                             # Ctrl-B twice, Ctrl-K
+    holds("19", c.say("\x1b[A"))                                                   # Up: the last message again
+    c.send("x" * 500 + "\x15")                                                     # longer than the screen is wide
+    c.send("\x0c")
+    c.expect(re.escape("\x1b[H\x1b[2J"))
+    c.send("日本語é")
+    c.expect("日本語")
+    c.send("\x7f\x7f\x7f\x7f\x15")
+    holds("19", c.say("What is 12 + 7?"))
+    c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_chat_multiline():
+    c = Chat(*OPTIONS, "--json", "--no-stats")
+    c.prompt()
+    one = json.loads(re.search(r"\{.*\}", c.say("Hello")).group(0))
+    c.say("/clear")
+    def tokens(*keys):
+        for k in keys[:-1]:
+            c.send(k)
+            time.sleep(0.05)
+        got = c.say(keys[-1])
+        c.say("/clear")
+        return json.loads(re.search(r"\{.*\}", got).group(0))["prompt_tokens"]
+    base = one["prompt_tokens"]
+    two = tokens("Hello\n", "Hello")                                               # Ctrl-J
+    assert two > base
+    same(tokens("Hello\\\r", "Hello"), two)                                        # continuation
+    same(tokens('"""Hello\r', 'Hello"""'), two)                                    # block
+    same(tokens('"""\r', "Hello\r", "Hello\r", '"""'), two)
+    same(tokens("\x1b[200~Hello\rHello\x1b[201~", ""), two)                        # bracketed paste
+    same(tokens("\x1b[200~Hello\r\nHello\x1b[201~", ""), two)
+    assert tokens("//help") > 0                                                    # sends "/help"
+    assert tokens('"""/help"""') > 0
+    c.send('   \r')
+    c.prompt()                                                                     # white space sends nothing
+    c.send('"""abc\r')
+    c.expect("\\.\\.")
+    c.send("\x04")
+    same(c.end(), 0)                                                               # end of input inside a block
+
+
+def test_chat_interrupts():
+    c = Chat(*OPTIONS, "--ignore-eos")
+    c.prompt()
+    c.send("Hello\r")
+    c.expect("Hello!")
+    time.sleep(0.3)
+    c.send("\x03")
+    c.prompt()
+    c.send("half a line\x03")
+    c.prompt()
+    c.send("\x03")
+    holds("Ctrl-C again", c.prompt())
+    c.send("\x03")
+    same(c.end(), 0)
+
+
+def test_chat_history_file():
+    c = Chat(*OPTIONS)
+    c.prompt()
+    c.say("What is 12 + 7?")
+    c.send("\x04")
+    c.end()
+    f = os.path.join(ENV["XDG_STATE_HOME"], "ds4", "history")
+    same(os.stat(f).st_mode & 0o777, 0o600)
+    c = Chat(*OPTIONS)
+    c.prompt()
+    holds("19", c.say("\x1b[A"))
+    c.send("\x04")
+    c.end()
+
+
+def test_chat_tools():
+    tools = path("tools.json", json.dumps([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]))
+    c = Chat(*OPTIONS, "--tools", tools, "-n", "4")
+    c.prompt()
+    c.say("Hello")
+    holds("no tools", c.say("/tools"))
+    holds("tools: 1", c.say("/tools " + tools))
+    c.send("/bye\r")
+    same(c.end(), 0)
+
+
+def test_colours():
+    for env, args, want in (({}, [], True), ({"NO_COLOR": "1"}, [], False), ({"NO_COLOR": "1"}, ["--color", "always"], True), ({}, ["--color=never"], False), ({"TERM": "dumb"}, [], False)):
+        c = Chat("--temp", "0", *args, "-p", "What is 12 + 7?", env=env)
+        c.expect("19")
+        same(c.end(), 0)
+        assert True
+        c = Chat("--temp", "0", *args, "-p", "What is 12 + 7?", env=env)
+        got = c.expect("19")
+        same("\x1b[2m" in got, want, str((env, args)))
+        c.end()
+
+
+def test_dumb_terminal_and_end_of_input():
+    c = Chat(*OPTIONS, env={"TERM": "dumb"})
+    c.expect("> ")
+    c.send("Hello\n")
+    got = c.expect("today\\?")
+    assert "\x1b" not in got, got
+    c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_demo_in_a_terminal():
+    c = Chat("--demo")
+    got = c.prompt()
+    holds("Try", got)
+    holds("What is 12 + 7?", got)
+    holds("19", c.say("What is 12 + 7?"))
+    c.send("\x04")
+    same(c.end(), 0)
+
+
+def main():
+    pattern = sys.argv[3] if len(sys.argv) > 3 else ""
+    passed = failed = 0
+    for name, test in sorted(globals().items()):
+        if not name.startswith("test_") or pattern not in name:
+            continue
+        start = time.time()
+        try:
+            test()
+            passed += 1
+            if pattern:
+                print("ok   %s %.1f s" % (name, time.time() - start))
+        except Exception:
+            failed += 1
+            print("FAILED %s\n%s" % (name, "".join(traceback.format_exc().strip().split("\n")[-14:][i] + "\n" for i in range(min(14, len(traceback.format_exc().strip().split("\n")))))))
+    print("%d passed, %d failed" % (passed, failed))
+    return 1 if failed else 0
+
+
+sys.exit(main())

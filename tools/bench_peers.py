@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios.
+Python standard library only.
+
+    tools/bench_peers.py --ds4 ./ds4 --peer DIR --model slice5.gguf [--threads 1,2] [--prompts 32,512] [--rounds 3]
+
+DIR holds lbench, a small program over llama.cpp's C API:  lbench MODEL THREADS PROMPT GEN REPACK  prints lines
+"rep K: ppN X t/s (..)   tgM Y t/s (..)". README, "Speed", tells how to get llama.cpp and build it.
+"""
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import tempfile
+
+
+def ours(a, threads, prompt, gen):
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as f:
+        seed = 1
+        for _ in range(prompt):          # the ids that lbench uses
+            seed = (seed * 1664525 + 1013904223) & 0xFFFFFFFF
+            f.write("%d " % ((seed >> 8) % 100000 + 1000))
+        f.flush()
+        out = subprocess.run([a.ds4, "-q", "--model", a.model, "-t", str(threads), "-c", str(prompt + gen + 64), "--prompt-tokens", f.name, "-n", str(gen),
+                              "--temp", "0", "--ignore-eos", "--json"], stdout=subprocess.PIPE, check=True, text=True).stdout
+    j = json.loads(out)
+    return prompt / j["prompt_ms"] * 1e3, j["completion_tokens"] / j["completion_ms"] * 1e3
+
+
+def peer(a, threads, prompt, gen):
+    out = subprocess.run([os.path.join(a.peer, "lbench"), a.model, str(threads), str(prompt), str(gen), "0"],
+                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True).stdout
+    best = [(float(p), float(t)) for p, t in re.findall(r"pp\d+ ([\d.]+) t/s.*?tg\d+ ([\d.]+) t/s", out)]
+    return max(p for p, _ in best), max(t for _, t in best)
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--ds4", default="./ds4")
+    ap.add_argument("--peer", required=True)
+    ap.add_argument("--model", required=True)
+    ap.add_argument("--threads", default="1,2")
+    ap.add_argument("--prompts", default="32,512")
+    ap.add_argument("--gen", type=int, default=16)
+    ap.add_argument("--rounds", type=int, default=3)
+    a = ap.parse_args()
+    print("%-8s %-10s %10s %10s %8s" % ("threads", "what", "ds4", "llama.cpp", "ratio"))
+    for threads in map(int, a.threads.split(",")):
+        decode = []
+        for prompt in map(int, a.prompts.split(",")):
+            rows = [(ours(a, threads, prompt, a.gen), peer(a, threads, prompt, a.gen)) for _ in range(a.rounds)]
+            decode += [(o[1], p[1]) for o, p in rows]
+            show(threads, "prompt %d" % prompt, [(o[0], p[0]) for o, p in rows])
+        show(threads, "decode", decode)
+
+
+def show(threads, what, pairs):
+    print("%-8d %-10s %10.2f %10.2f %7.2fx" % (threads, what, statistics.median(o for o, _ in pairs), statistics.median(p for _, p in pairs),
+                                              statistics.median(o / p for o, p in pairs)), flush=True)
+
+
+main()

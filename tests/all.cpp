@@ -7,6 +7,7 @@
 #include "chat_test.cpp"
 #include "forward_test.cpp"
 #include "sampler_test.cpp"
+#include "session_test.cpp"
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);

@@ -67,7 +67,8 @@ TEST(OptionTable, EveryNameFindsItsOptionAndIsExplained) {
 }
 
 TEST(OptionTable, Values) {
-  const Options o = session_parse({"-n", "7", "--temp=0.25", "--top-k", "40", "--seed", "18446744073709551615", "--stop", "a", "--stop=b=c", "-c", "100", "--repeat-last-n", "-1"});
+  const Options o = session_parse({"-n", "7", "--temp=0.25", "--top-k", "40", "--seed", "18446744073709551615", "--stop", "a",
+                                   "--stop=b=c", "-c", "100", "--repeat-last-n", "-1"});
   EXPECT_EQ(o.generate.max_tokens, 7);
   EXPECT_EQ(o.generate.sampler.temp, 0.25);
   EXPECT_EQ(o.generate.sampler.top_k, 40);
@@ -77,8 +78,10 @@ TEST(OptionTable, Values) {
   EXPECT_EQ(o.generate.sampler.repeat_last_n, -1);
   EXPECT_TRUE(was_given(o, "--ctx"));
   EXPECT_FALSE(was_given(o, "--min-p"));
-  for (const char* bad : {"-1", "1.5", "", " 3", "3 ", "0x10", "4294967296", "99999999999999999999"}) EXPECT_NE(error_of([&] { session_parse({"-n", bad}); }), "") << bad;
-  for (const char* bad : {"", "x", "1x", " 1", "nan", "-0.1", "1e99"}) EXPECT_NE(error_of([&] { session_parse({"--temp", bad}); }), "") << bad;
+  for (const char* bad : {"-1", "1.5", "", " 3", "3 ", "0x10", "4294967296", "99999999999999999999"})
+    EXPECT_NE(error_of([&] { session_parse({"-n", bad}); }), "") << bad;
+  for (const char* bad : {"", "x", "1x", " 1", "nan", "-0.1", "1e99"})
+    EXPECT_NE(error_of([&] { session_parse({"--temp", bad}); }), "") << bad;
 }
 
 // -- script expectations ----
@@ -224,8 +227,10 @@ TEST(Session, ComparesWithExpectedTokens) {
 // The reply as ReplyStream shows it, token by token.
 TEST(ReplyStream, StreamsReasoningTextAndCalls) {
   NanoRun run;
-  const std::string block = "<\uff5cDSML\uff5ctool_calls>\n<\uff5cDSML\uff5cinvoke name=\"f\">\n<\uff5cDSML\uff5cparameter name=\"a\" string=\"false\">[1]"
-                            "</\uff5cDSML\uff5cparameter>\n</\uff5cDSML\uff5cinvoke>\n</\uff5cDSML\uff5ctool_calls>";
+  const std::string block =
+      "<\uff5cDSML\uff5ctool_calls>\n<\uff5cDSML\uff5cinvoke name=\"f\">\n<\uff5cDSML\uff5cparameter name=\"a\" "
+      "string=\"false\">[1]"
+      "</\uff5cDSML\uff5cparameter>\n</\uff5cDSML\uff5cinvoke>\n</\uff5cDSML\uff5ctool_calls>";
   std::vector<int32_t> ids;
   run.tokenizer.encode_raw("Let me see.</think>I look.\n\n" + block + " more", ids);
   GenerateOptions o;
@@ -254,7 +259,10 @@ TEST(Statistics, LineHasItsForm) {
   Runtime rt(o);
   Answer a;
   a.prompt_tokens = 60, a.cached_tokens = 8, a.tokens.assign(11, 1), a.prompt_seconds = 2, a.seconds = 5;
-  EXPECT_TRUE(std::regex_match(stats_line(rt, a), std::regex(R"(prompt 52 tok 26\.0 t/s \| answer 11 tok 2\.0 t/s \d+\.\d GB/s \| ctx 71/4096 \| #[0-9a-f]{8})"))) << stats_line(rt, a);
+  EXPECT_TRUE(std::regex_match(
+      stats_line(rt, a),
+      std::regex(R"(prompt 52 tok 26\.0 t/s \| answer 11 tok 2\.0 t/s \d+\.\d GB/s \| ctx 71/4096 \| #[0-9a-f]{8})")))
+      << stats_line(rt, a);
 }
 
 }  // namespace

@@ -67,9 +67,10 @@ bench-peers: ds4
 	$(PYTHON) tools/bench_peers.py --ds4 ./ds4 --peer $(PEER) --model $(MODEL)
 
 ARM_CXX ?= aarch64-linux-gnu-g++
-arm:
-	$(MAKE) CXX=$(ARM_CXX) BUILD=build/arm LDFLAGS=-static build/arm/ds4 build/arm/tests build/arm/make_model
-	$(PYTHON) tests/run.py --build build/arm --run "qemu-aarch64" --unit-only
+GTEST_SOURCE ?= /usr/src/googletest/googletest
+arm:                             # needs g++-aarch64-linux-gnu, qemu-user and googletest
+	$(MAKE) CXX=$(ARM_CXX) BUILD=build/arm LDFLAGS=-static GTEST="-I$(GTEST_SOURCE) -w $(GTEST_SOURCE)/src/gtest-all.cc" build/arm/ds4 build/arm/tests build/arm/make_model
+	$(PYTHON) tests/run.py --build build/arm --run qemu-aarch64 --unit-only
 
 $(BUILD)/ds4: ds4.cpp Makefile | $(BUILD)
 	$(CXX) $(FLAGS) $(CXXFLAGS) $(DEFINES) $(LDFLAGS) ds4.cpp -o $@

@@ -1,6 +1,46 @@
-// ds4.cpp — DeepSeek V4 Flash on the CPU, in one file.                      (MIT, see LICENSE)
+// ds4.cpp — DeepSeek V4 Flash on plain CPUs, in one file.                                  MIT, see LICENSE
 //
-// @MAP@
+// =============================================================================
+// 0. MAP — what this is, how to read it, what always holds.
+// =============================================================================
+// A GGUF file of architecture `deepseek4` goes in, a chat comes out. Read from top to bottom: every section stands only
+// on the ones above it. `grep -n '^// [0-9]*\. ' ds4.cpp` is the table of contents:
+//
+//    1  BASE        includes, errors, checked sizes, memory                                    std
+//    2  NUMBERS     half, bfloat16, FP8, FP4, hashes, random numbers, exact double math        1
+//    3  BLOCKS      weight block layouts, grids, activation rows, the kernel table             1 2
+//    4  VECTOR      f32x16, i32x16, i8x64: the same lanes on AVX-512, AVX2, NEON, scalar       1-3
+//    5  KERNELS     unpack, quantise, matrix products, norms, attention, sampler passes        4
+//    6  DISPATCH    sections 4 and 5 stamped once per instruction set; pick one                5
+//    7  THREADS     one pool, dynamic chunks, robust to a busy core                            1
+//    8  GGUF        map files and shards, index metadata and tensors, trust nothing            1 3
+//    9  MODEL       shape and weights, bound by name, every dimension checked                  8
+//   10  VOCAB       FNV-1a open-addressing table of tokens, merges                             2 8
+//   11  TOKENIZER   Unicode classes, splitters, byte-pair merging, added tokens                10
+//   12  CHAT        JSON, prompt template, tool calls (DSML), UTF-8 out                        11
+//   13  CACHE       raw window, compressed rows, compressor state                              9
+//   14  LAYER       hyper-connections, attention, indexer, router, experts                     6 7 9 13
+//   15  FORWARD     embed, layers, head: tokens in, logits out                                 14
+//   16  SAMPLER     penalties, temperature, top-k, top-p, min-p, draw                          2 6
+//   17  SESSION     prefix reuse, token loop, stop rules, statistics                           12 15 16
+//   18  TERMINAL    line editor, colour, progress, Ctrl-C                                      1
+//   19  CLI         option table, chat, scripts, inspection, benchmarks                        17 18
+//   20  MAIN        run, report the error, exit code                                           19
+//
+// To follow one token: Session::generate (17) -> Engine::eval (15) -> LayerRunner::run (14) -> Kernels (5).
+//
+// What always holds:
+// - Results are defined bit for bit. Instruction set, thread count, prompt chunking and cache history never change one:
+//   threads and tiles split rows and tokens, never a sum; float sums run in sixteen lanes, element k in lane k % 16;
+//   integer sums are exact; fusing is written fma(a, b, c); no libm function decides a bit.
+// - A span of tokens has one code path: a span of one is decoding, a longer one is prompt reading.
+// - Weights are views into the mapped file and are never copied; scratch and cache are sized once, at start.
+// - Every number from a file is checked before it is used; bad input is an Error with one sentence, never a crash.
+// - stdout carries the answer only.
+//
+// The file is compiled in several passes: the first runs through section 5 for the scalar kernels, then section 6
+// includes the file again for each instruction set (sections 4 and 5 only), then everything else follows once.
+
 #ifndef DS4_PASS                 // first of several passes over this file: see 6. DISPATCH
 #define DS4_PASS 0
 #define DS4_MAIN_PASS
@@ -53,6 +93,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -78,9 +119,11 @@
 #define DS4_STR(x) DS4_STR_(x)
 #define DS4_PRAGMA(x) _Pragma(#x)
 #if defined(__clang__)
+#define DS4_UNROLL DS4_PRAGMA(unroll)            // completely: arrays of vectors become registers
 #define DS4_TARGET_PUSH(isa) DS4_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
 #define DS4_TARGET_POP DS4_PRAGMA(clang attribute pop)
 #else
+#define DS4_UNROLL DS4_PRAGMA(GCC unroll 16)
 #define DS4_TARGET_PUSH(isa) DS4_PRAGMA(GCC push_options) DS4_PRAGMA(GCC target(isa))
 #define DS4_TARGET_POP DS4_PRAGMA(GCC pop_options)
 #endif
@@ -661,6 +704,7 @@ namespace {
 #if DS4_PASS == 3   // -- AVX-512 with VNNI and VBMI (Ice Lake, Zen 4 and later) ----
 
 constexpr int kBias = 128;           // vpdpbusd multiplies unsigned by signed bytes
+constexpr int kFloatRows = 8, kFloatTokens = 3;
 struct f32x16 { __m512 v; };
 struct i32x16 { __m512i v; };
 struct i8x64 { __m512i v; };
@@ -675,6 +719,7 @@ DS4_INLINE f32x16 zero() { return {_mm512_setzero_ps()}; }
 DS4_INLINE f32x16 set1(float a) { return {_mm512_set1_ps(a)}; }
 DS4_INLINE f32x16 pair(float lo, float hi) { return {_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(lo), _mm512_set1_ps(hi))}; }
 DS4_INLINE f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+DS4_INLINE f32x16 in_register(f32x16 a) { asm("" : "+v"(a.v)); return a; }   // GCC would load it again at every use
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(load256(p))}; }
 DS4_INLINE __m128i halves8(const uint8_t* p, size_t stride) {
@@ -805,31 +850,16 @@ DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
   sum_lanes(z, &a, &b);
   return block_order(_mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd)));
 }
-DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) { return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(load_le<int32_t>(x)))}; }
-DS4_INLINE void interleave16(const int8_t* w, size_t stride, int c, int8_t* out) {
-  for (int k = 0; k < 2; k++, w += 16, out += 256) {              // 16 bytes of each row at a time
-    __m512i z[4], t[4];
-    for (int m = 0; m < 4; m++) {                                  // lane i of z[m]: row 4i + m
-      const int8_t* p = w + size_t(m) * stride;
-      z[m] = _mm512_castsi128_si512(load128(p));
-      z[m] = _mm512_mask_broadcast_i32x4(z[m], 0x00f0, load128(p + 4 * stride));
-      z[m] = _mm512_mask_broadcast_i32x4(z[m], 0x0f00, load128(p + 8 * stride));
-      z[m] = _mm512_add_epi8(_mm512_mask_broadcast_i32x4(z[m], 0xf000, load128(p + 12 * stride)), _mm512_set1_epi8(char(c)));
-    }
-    t[0] = _mm512_unpacklo_epi32(z[0], z[1]);
-    t[1] = _mm512_unpackhi_epi32(z[0], z[1]);
-    t[2] = _mm512_unpacklo_epi32(z[2], z[3]);
-    t[3] = _mm512_unpackhi_epi32(z[2], z[3]);
-    _mm512_storeu_si512(out, _mm512_unpacklo_epi64(t[0], t[2]));
-    _mm512_storeu_si512(out + 64, _mm512_unpackhi_epi64(t[0], t[2]));
-    _mm512_storeu_si512(out + 128, _mm512_unpacklo_epi64(t[1], t[3]));
-    _mm512_storeu_si512(out + 192, _mm512_unpackhi_epi64(t[1], t[3]));
-  }
+template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) { return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(load_le<int32_t>(x)))}; }
+DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
+  *lo = {_mm512_permutex2var_epi32(a.v, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), b.v)};
+  *hi = {_mm512_permutex2var_epi32(a.v, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), b.v)};
 }
 
 #elif DS4_PASS == 2   // -- AVX2 (Haswell, Zen and later) ----
 
 constexpr int kBias = 0;
+constexpr int kFloatRows = 4, kFloatTokens = 1;
 struct f32x16 { __m256 v[2]; };
 struct i32x16 { __m256i v[2]; };
 struct i8x64 { __m256i v[2]; };
@@ -846,6 +876,7 @@ DS4_INLINE float f16_value(uint16_t h) { return _cvtsh_ss(h); }
 DS4_INLINE f32x16 zero() { return {{_mm256_setzero_ps(), _mm256_setzero_ps()}}; }
 DS4_INLINE f32x16 set1(float a) { return {{_mm256_set1_ps(a), _mm256_set1_ps(a)}}; }
 DS4_INLINE f32x16 pair(float lo, float hi) { return {{_mm256_set1_ps(lo), _mm256_set1_ps(hi)}}; }
+DS4_INLINE f32x16 in_register(f32x16 a) { return a; }
 DS4_INLINE f32x16 load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { return {{_mm256_maskload_ps(p, first_lanes(n, 0)), _mm256_maskload_ps(p + 8, first_lanes(n, 8))}}; }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { return {{_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}}; }
@@ -1013,15 +1044,24 @@ DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
   dot_strided<true>(w, 34, x, &lo, &hi);
   return add(lo, hi);
 }
-DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
+template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
   const __m256i b = _mm256_set1_epi32(load_le<int32_t>(x));
-  return add(acc, {{dot4_half<true>(w.v[0], b), dot4_half<true>(w.v[1], b)}});
+  return add(acc, {{dot4_half<kSigned>(w.v[0], b), dot4_half<kSigned>(w.v[1], b)}});
+}
+DS4_INLINE __m256i zip_half(__m256i a, __m256i b, bool high) {
+  const __m256i l = _mm256_unpacklo_epi32(a, b), h = _mm256_unpackhi_epi32(a, b);
+  return high ? _mm256_permute2x128_si256(l, h, 0x31) : _mm256_permute2x128_si256(l, h, 0x20);
+}
+DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
+  *lo = {{zip_half(a.v[0], b.v[0], false), zip_half(a.v[0], b.v[0], true)}};
+  *hi = {{zip_half(a.v[1], b.v[1], false), zip_half(a.v[1], b.v[1], true)}};
 }
 #undef DS4_EACH
 
 #elif DS4_PASS == 1   // -- NEON (AArch64) ----
 
 constexpr int kBias = 0;
+constexpr int kFloatRows = 2, kFloatTokens = 2;
 struct f32x16 { float32x4_t v[4]; };
 struct i32x16 { int32x4_t v[4]; };
 struct i8x64 { uint8x16_t v[4]; };
@@ -1031,6 +1071,7 @@ DS4_INLINE float f16_value(uint16_t h) { return f16_to_f32(h); }
 DS4_INLINE f32x16 set1(float a) { DS4_EACH(f32x16, vdupq_n_f32(a)); }
 DS4_INLINE f32x16 zero() { return set1(0.0f); }
 DS4_INLINE f32x16 pair(float lo, float hi) { DS4_EACH(f32x16, vdupq_n_f32(i < 2 ? lo : hi)); }
+DS4_INLINE f32x16 in_register(f32x16 a) { return a; }
 DS4_INLINE f32x16 load(const float* p) { DS4_EACH(f32x16, vld1q_f32(p + 4 * i)); }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { DS4_EACH(f32x16, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
 DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) {
@@ -1161,15 +1202,23 @@ DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
   dot_strided(w, 34, x, &lo, &hi);
   return add(lo, hi);
 }
-DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
+template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
   const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(load_le<int32_t>(x)));
   DS4_EACH(i32x16, vaddq_s32(acc.v[i], dot4_quarter(vreinterpretq_s8_u8(w.v[i]), b)));
+}
+DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
+  for (int i = 0; i < 4; i++) {
+    i32x16* to = i < 2 ? lo : hi;
+    to->v[2 * i % 4] = vzip1q_s32(a.v[i], b.v[i]);
+    to->v[2 * i % 4 + 1] = vzip2q_s32(a.v[i], b.v[i]);
+  }
 }
 #undef DS4_EACH
 
 #else   // -- scalar: what every operation means ----
 
 constexpr int kBias = 0;
+constexpr int kFloatRows = 2, kFloatTokens = 2;
 struct f32x16 { float v[16]; };
 struct i32x16 { int32_t v[16]; };
 struct i8x64 { uint8_t v[64]; };
@@ -1180,6 +1229,7 @@ DS4_INLINE f32x16 set1(float a) { DS4_EACH(f32x16, a); }
 DS4_INLINE f32x16 zero() { return set1(0.0f); }
 DS4_INLINE f32x16 pair(float lo, float hi) { DS4_EACH(f32x16, i < 8 ? lo : hi); }
 DS4_INLINE f32x16 load(const float* p) { DS4_EACH(f32x16, p[i]); }
+DS4_INLINE f32x16 in_register(f32x16 a) { return a; }                          // for values that are used several times
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { DS4_EACH(f32x16, size_t(i) < n ? p[i] : 0.0f); }   // n <= 15
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { DS4_EACH(f32x16, f16_to_f32(p[i])); }
 DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { DS4_EACH(f32x16, f16_to_f32(load_le<uint16_t>(p + size_t(i) * stride))); }
@@ -1275,22 +1325,15 @@ DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
   for (int i = 0; i < 512; i++) r.v[i / 32] += int8_t(w[34 * (i / 32) + i % 32]) * x[i];
   return r;
 }
-// acc[l] + sum of w[4l + i] * x[i], i < 4; w as in a Panel: value + kBias.
-DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
+// acc[l] + sum of w[4l + i] * x[i], i < 4.
+template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
   DS4_EACH(i32x16, acc.v[i] + int8_t(w.v[4 * i]) * x[0] + int8_t(w.v[4 * i + 1]) * x[1] + int8_t(w.v[4 * i + 2]) * x[2] + int8_t(w.v[4 * i + 3]) * x[3]);
 }
-#undef DS4_EACH
-#endif
-
-#if DS4_PASS != 3
-// out[k][r][i] = w[r * stride + 4k + i] + c for 16 rows of 32 bytes.
-DS4_INLINE void interleave16(const int8_t* w, size_t stride, int c, int8_t* out) {
-  for (size_t r = 0; r < 16; r += 2, w += 2 * stride) {
-    alignas(32) uint32_t rows[16];
-    store8(rows, add8(load8(w, w + stride), set1_8(c)));
-    for (size_t k = 0; k < 16; k++) std::memcpy(out + 64 * (k % 8) + 4 * (r + k / 8), &rows[k], 4);
-  }
+// a[0] b[0] a[1] b[1] ..: the first sixteen to lo.
+DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
+  for (int i = 0; i < 16; i++) (i < 8 ? lo : hi)->v[2 * i % 16] = a.v[i], (i < 8 ? lo : hi)->v[2 * i % 16 + 1] = b.v[i];
 }
+#undef DS4_EACH
 #endif
 
 DS4_INLINE f32x16 abs(f32x16 a) { return and_bits(a, 0x7fffffffu); }
@@ -1987,81 +2030,139 @@ static void matmul_rows_lanes(const Matrix& w, size_t r0, size_t r1, const void*
 
 // -- int8 matrix product, many tokens: tiles of 16 rows in lanes ----
 
-// One block of 32 columns of 16 rows: w[k][row][i] = value 4k + i of the row, + kBias.
+// One block of 32 columns of 16 rows. w[k][row][i] = value 4k + i of the row's block as in its Group, but where kBias is
+// not 0 with kBias in place of the type's offset.
 struct PanelBlock {
   alignas(64) int8_t w[8][64];
   float d[16], e0[16], e1[16];                 // [row]
 };
 constexpr size_t kTileRows = 16, kTileTokens = 16;
 
-// Rows r .. r + 15 of w (the last one repeated where there are fewer) into panel[cols / 32].
+// Word i of out[j] = word j of in[i] + c for 16 x 16 words of 32 bits, by four perfect shuffles. in[i] lies in_step bytes
+// behind in[i - 1], out[j] out_step behind out[j - 1], but out[8] lies half_step behind out[0].
+DS4_INLINE void transpose16(const void* in, size_t in_step, uint32_t c, void* out, size_t out_step, size_t half_step) {
+  i32x16 a[16], t[16];
+  DS4_UNROLL
+  for (size_t i = 0; i < 16; i++) a[i] = add(load_i32(static_cast<const uint8_t*>(in) + i * in_step), set1_i32(int32_t(c)));
+  DS4_UNROLL
+  for (size_t k = 0; k < 2; k++) {
+    DS4_UNROLL
+    for (size_t i = 0; i < 8; i++) zip(a[i], a[i + 8], &t[2 * i], &t[2 * i + 1]);
+    DS4_UNROLL
+    for (size_t i = 0; i < 8; i++) zip(t[i], t[i + 8], &a[2 * i], &a[2 * i + 1]);
+  }
+  DS4_UNROLL
+  for (size_t i = 0; i < 16; i++) store_i32(static_cast<uint8_t*>(out) + i / 8 * half_step + i % 8 * out_step, a[i]);
+}
+
+// Rows r .. r + 15 of w (the last one repeated where there are fewer) into panel[cols / 32], filled up to a multiple of 16.
+template <Kind kind>
 static void build_panel(const Matrix& w, size_t r, size_t r1, const RowReader& reader, PanelBlock* panel) {
+  constexpr size_t kBlock = sizeof(PanelBlock);
   Group g[kTileRows] = {};
-  for (size_t i = 0; i < reader.groups(); i++) {
-    for (size_t k = 0; k < kTileRows; k++) reader.unpack(w.data + std::min(r + k, r1 - 1) * w.stride, i, g[k]);
-    for (size_t b = 0; b < reader.elems(i) / 32; b++) {
-      PanelBlock& p = panel[16 * i + b];
-      interleave16(g[0].q + 32 * b, sizeof(Group), kBias - reader.format->offset, p.w[0]);
-      for (size_t k = 0; k < kTileRows; k++) {
-        p.d[k] = g[k].d[b];
-        p.e0[k] = g[k].e0[b];
-        p.e1[k] = g[k].e1[b];
-      }
+  const uint32_t move = kBias != 0 ? uint32_t(kBias - reader.format->offset) * 0x01010101u : 0;   // no byte overflows
+  for (size_t i = 0; i < reader.groups(); i++, panel += 16) {
+    for (size_t k = 0; k < kTileRows; k++) {
+      const uint8_t* row = w.data + std::min(r + k, r1 - 1) * w.stride;
+      const uint8_t* next = row + kTileRows * w.stride + i * reader.group_bytes();           // of the next panel
+      for (size_t j = 0; j < reader.group_bytes(); j += 64) __builtin_prefetch(next + j, 0, 2);
+      reader.unpack(row, i, g[k]);
     }
+    for (size_t b = 0; b < reader.elems(i) / 32; b += 2) transpose16(g[0].q + 32 * b, sizeof(Group), move, panel[b].w, 64, kBlock);
+    transpose16(g[0].d, sizeof(Group), 0, panel->d, kBlock, 8 * kBlock);
+    if constexpr (kind != Kind::kPlain) transpose16(g[0].e0, sizeof(Group), 0, panel->e0, kBlock, 8 * kBlock);
+    if constexpr (kind == Kind::kMin16 || kind == Kind::kScaled) transpose16(g[0].e1, sizeof(Group), 0, panel->e1, kBlock, 8 * kBlock);
   }
 }
 
-DS4_INLINE f32x16 dot_panel(const i8x64* w, int k0, int k1, int32_t c, const int8_t* x) {
-  i32x16 s = set1_i32(kBias != 0 ? c : 0);
-  for (int k = k0; k < k1; k++) s = dot4(s, w[k], x + 4 * k);
-  return to_f32(s);
+// Where the parts of any ActRow of n elements lie, in bytes from its start: one pointer for each token of a tile.
+struct ActLayout {
+  size_t d, md, md_lo, md_hi, c, c_lo, c_hi;
+  ActLayout(const uint8_t* act, size_t n) {
+    const ActRow row = act_row(act, n);
+    auto at = [&](const void* part) { return size_t(static_cast<const uint8_t*>(part) - act); };
+    d = at(row.d), md = at(row.md), md_lo = at(row.md_lo), md_hi = at(row.md_hi), c = at(row.c), c_lo = at(row.c_lo), c_hi = at(row.c_hi);
+  }
+};
+
+// acc[t] += panel block b . x[t] for T tokens; offset: of the weights as they are in the panel.
+template <Kind kind, bool kSigned, int T>
+DS4_INLINE void multiply_block(const PanelBlock& p, const i8x64* w, size_t b, const uint8_t* const* x, const ActLayout& at, int offset, f32x16 (*acc)[16]) {
+  constexpr bool kScaled = kind == Kind::kScaled, kMin = kind == Kind::kMin || kind == Kind::kMin16;
+  auto start = [&](const uint8_t* sums) {                          // -offset * (sum of x)
+    const int32_t c = load_le<int32_t>(sums + 4 * b);
+    return set1_i32(kBias != 0 ? c : kMin ? 0 : (c >> 7) * offset);
+  };
+  auto scalar = [&](const uint8_t* floats) { return set1(load_le<float>(floats + 4 * b)); };
+  i32x16 s[T], hi[T];
+  const int8_t* q[T];
+  DS4_UNROLL
+  for (int t = 0; t < T; t++) {
+    q[t] = reinterpret_cast<const int8_t*>(x[t]) + 32 * b;
+    s[t] = start(x[t] + (kScaled ? at.c_lo : at.c));
+    if constexpr (kScaled) hi[t] = start(x[t] + at.c_hi);
+  }
+  DS4_UNROLL
+  for (int k = 0; k < 8; k++) {
+    DS4_UNROLL
+    for (int t = 0; t < T; t++) {
+      i32x16& sum = kScaled && k >= 4 ? hi[t] : s[t];
+      sum = dot4<kSigned>(sum, w[k], q[t] + 4 * k);
+    }
+  }
+  DS4_UNROLL
+  for (int t = 0; t < T; t++) {
+    f32x16 sum = to_f32(s[t]), a = acc[t][b % 16];
+    if constexpr (kScaled) sum = fma(sum, load(p.e0), mul(to_f32(hi[t]), load(p.e1)));
+    a = fma(sum, mul(load(p.d), scalar(x[t] + at.d)), a);
+    if constexpr (kind == Kind::kMin) a = fma(load(p.e0), scalar(x[t] + at.md), a);
+    if constexpr (kind == Kind::kMin16) a = fma(load(p.e1), scalar(x[t] + at.md_hi), fma(load(p.e0), scalar(x[t] + at.md_lo), a));
+    acc[t][b % 16] = a;
+  }
 }
 
-// acc[t][lane] += panel . x[t] over all blocks, lane = block % 16; each vector holds the 16 rows.
-template <Kind kind>
-static void multiply_panel(const PanelBlock* panel, size_t n_blocks, const ActRow* x, size_t n, f32x16 (*acc)[16]) {
-  for (size_t b = 0; b < n_blocks; b++) {
+// out[t][0 .. n_rows) = the panel's rows . x[t] for n <= kTileTokens tokens. acc[t][lane]: lane = block % 16, a vector of 16 rows.
+template <Kind kind, bool kSigned>
+static void multiply_panel(const PanelBlock* panel, size_t cols, const uint8_t* const* x, size_t n, int offset, float* const* out, size_t r, size_t n_rows) {
+  const ActLayout at(x[0], cols);
+  f32x16 acc[kTileTokens][16];
+  for (size_t t = 0; t < n; t++)
+    for (f32x16& a : acc[t]) a = zero();
+  for (size_t b = 0; b < cols / 32; b++) {
     const PanelBlock& p = panel[b];
     i8x64 w[8];
+    DS4_UNROLL
     for (int k = 0; k < 8; k++) w[k] = load8(p.w[k]);
-    const f32x16 d = load(p.d), e0 = load(p.e0), e1 = load(p.e1);
-    for (size_t t = 0; t < n; t++) {
-      const int8_t* q = x[t].q + 32 * b;
-      f32x16 sum;
-      if constexpr (kind == Kind::kScaled) {
-        sum = fma(dot_panel(w, 0, 4, x[t].c_lo[b], q), e0, mul(dot_panel(w, 4, 8, x[t].c_hi[b], q), e1));
-      } else {
-        sum = dot_panel(w, 0, 8, x[t].c[b], q);
-      }
-      f32x16 a = fma(sum, mul(d, set1(x[t].d[b])), acc[t][b % 16]);
-      if constexpr (kind == Kind::kMin) a = fma(e0, set1(x[t].md[b]), a);
-      if constexpr (kind == Kind::kMin16) a = fma(e1, set1(x[t].md_hi[b]), fma(e0, set1(x[t].md_lo[b]), a));
-      acc[t][b % 16] = a;
-    }
+    size_t t = 0;
+    for (; t + 4 <= n; t += 4) multiply_block<kind, kSigned, 4>(p, w, b, x + t, at, offset, acc + t);
+    for (; t < n; t++) multiply_block<kind, kSigned, 1>(p, w, b, x + t, at, offset, acc + t);
+  }
+  for (size_t t = 0; t < n; t++) {
+    for (size_t h = 8; h; h /= 2)
+      for (size_t i = 0; i < h; i++) acc[t][i] = add(acc[t][i], acc[t][i + h]);
+    store_partial(out[t] + r, n_rows, acc[t][0]);
   }
 }
 
-template <Kind kind>
+// A stripe of rows becomes panels that stay in the L2 cache while all tokens pass over them. One token tile needs no stripe:
+// shorter turns of reading and computing keep the memory busy.
+template <Kind kind, bool kSigned>
 static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
-  static thread_local AlignedBuffer<PanelBlock> panel;
+  const size_t stripe = n > kTileTokens ? 4 : 1;                   // panels
+  static thread_local AlignedBuffer<PanelBlock> panels;
   const RowReader reader(w.type, w.cols);
-  const size_t n_blocks = w.cols / 32;
-  if (panel.size() < n_blocks) panel.resize(n_blocks);
-  for (size_t r = r0; r < r1; r += kTileRows) {
-    build_panel(w, r, r1, reader, panel.data());
-    for (size_t t0 = 0; t0 < n; t0 += kTileTokens) {
-      const size_t nt = std::min(kTileTokens, n - t0);
-      ActRow rows[kTileTokens];
-      f32x16 acc[kTileTokens][16];
-      for (size_t t = 0; t < nt; t++) {
-        rows[t] = act_row(x[t0 + t], w.cols);
-        for (f32x16& a : acc[t]) a = zero();
-      }
-      multiply_panel<kind>(panel.data(), n_blocks, rows, nt, acc);
-      for (size_t t = 0; t < nt; t++) {
-        for (size_t h = 8; h; h /= 2)
-          for (size_t i = 0; i < h; i++) acc[t][i] = add(acc[t][i], acc[t][i + h]);
-        store_partial(out[t0 + t] + r, std::min(kTileRows, r1 - r), acc[t][0]);
+  const size_t step = size_t(align_up(w.cols, 512)) / 32;
+  if (panels.size() < stripe * step) panels.resize(stripe * step);
+  for (size_t r = r0; r < r1; r += stripe * kTileRows) {
+    const size_t n_panels = std::min<size_t>(stripe, ceil_div(r1 - r, kTileRows));
+    for (size_t k = 0; k < n_panels; k++) build_panel<kind>(w, r + k * kTileRows, r1, reader, panels.data() + k * step);
+    for (size_t t = 0; t < n; t += kTileTokens) {
+      const uint8_t* rows[kTileTokens];
+      const size_t nt = std::min(kTileTokens, n - t);
+      for (size_t i = 0; i < nt; i++) rows[i] = static_cast<const uint8_t*>(x[t + i]);
+      for (size_t k = 0; k < n_panels; k++) {
+        const size_t row = r + k * kTileRows;
+        multiply_panel<kind, kSigned>(panels.data() + k * step, w.cols, rows, nt, kSigned ? 0 : reader.format->offset, out + t, row, std::min(kTileRows, r1 - row));
       }
     }
   }
@@ -2084,15 +2185,16 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
                                                          : matmul_rows<Kind::kPlain, false>;
     rows(w, r0, r1, x, out, n);
   } else {
-    const Multiply tiles = f->kind == Kind::kMin     ? matmul_tiles<Kind::kMin>
-                           : f->kind == Kind::kMin16 ? matmul_tiles<Kind::kMin16>
-                           : f->kind == Kind::kScaled ? matmul_tiles<Kind::kScaled>
-                                                     : matmul_tiles<Kind::kPlain>;
+    const Multiply tiles = f->kind == Kind::kMin     ? matmul_tiles<Kind::kMin, false>
+                           : f->kind == Kind::kMin16 ? matmul_tiles<Kind::kMin16, false>
+                           : f->kind == Kind::kScaled ? matmul_tiles<Kind::kScaled, false>
+                           : f->is_signed            ? matmul_tiles<Kind::kPlain, true>
+                                                     : matmul_tiles<Kind::kPlain, false>;
     tiles(w, r0, r1, x, out, n);
   }
 }
 
-// -- float matrix product: a register tile of rows x tokens ----
+// -- float matrix product ----
 
 struct LoadF32 {
   using Elem = float;
@@ -2107,70 +2209,104 @@ struct LoadBF16 {
   static DS4_INLINE f32x16 at(const uint16_t* p) { return load_bf16(p); }
 };
 
-// out[t][r + i] = w[i] . x[t] over n columns for kRows x kTokens results.
-template <class L, int kRows, int kTokens>
-static void dot_tile(const typename L::Elem* const* w, const float* const* x, size_t n, float* const* out, size_t r) {
-  f32x16 acc[kRows][kTokens];
-  for (auto& row : acc)
-    for (f32x16& a : row) a = zero();
+// out[r + i] = row i of data . x for one token, straight from the file.
+template <class L, int kRows>
+DS4_INLINE void dot_rows(const uint8_t* data, size_t stride, const float* x, size_t n, float* out) {
+  using Elem = typename L::Elem;
+  const Elem* w[kRows];
+  f32x16 acc[kRows];
+  DS4_UNROLL
+  for (int i = 0; i < kRows; i++) w[i] = reinterpret_cast<const Elem*>(data + size_t(i) * stride), acc[i] = zero();
   size_t k = 0;
   for (; k + 16 <= n; k += 16) {
-    f32x16 v[kTokens];
-    for (int t = 0; t < kTokens; t++) v[t] = load(x[t] + k);
+    const f32x16 v = load(x + k);
+    DS4_UNROLL
     for (int i = 0; i < kRows; i++) {
-      if (kTokens == 1 && k % 64 == 0) __builtin_prefetch(w[i] + k + 512);
-      const f32x16 a = L::at(w[i] + k);
-      for (int t = 0; t < kTokens; t++) acc[i][t] = fma(a, v[t], acc[i][t]);
+      if (k % 64 == 0) __builtin_prefetch(w[i] + k + 512);
+      acc[i] = fma(L::at(w[i] + k), v, acc[i]);
     }
   }
-  if (k < n) {
-    for (int i = 0; i < kRows; i++) {
-      typename L::Elem tail[16] = {};
-      std::memcpy(tail, w[i] + k, (n - k) * sizeof(tail[0]));
-      for (int t = 0; t < kTokens; t++) acc[i][t] = fma(L::at(tail), load_partial(x[t] + k, n - k), acc[i][t]);
+  DS4_UNROLL
+  for (int i = 0; i < kRows; i++) {
+    if (k < n) {
+      Elem tail[16] = {};
+      std::memcpy(tail, w[i] + k, (n - k) * sizeof(Elem));
+      acc[i] = fma(L::at(tail), load_partial(x + k, n - k), acc[i]);
     }
+    out[i] = reduce_add(acc[i]);
   }
-  for (int i = 0; i < kRows; i++)
-    for (int t = 0; t < kTokens; t++) out[t][r + size_t(i)] = reduce_add(acc[i][t]);
 }
-
-// All tokens for kRows rows.
-template <class L, int kRows>
-static void dot_rows(const typename L::Elem* const* w, const float* const* x, size_t n_cols, float* const* out, size_t r, size_t n) {
-  size_t t = 0;
-  for (; t + 4 <= n; t += 4) dot_tile<L, kRows, 4>(w, x + t, n_cols, out + t, r);
-  for (; t + 2 <= n; t += 2) dot_tile<L, kRows, 2>(w, x + t, n_cols, out + t, r);
-  if (t < n) dot_tile<L, kRows, 1>(w, x + t, n_cols, out + t, r);
-}
-
-constexpr size_t kFloatRows = 4;
-
-// data: row r0 of the matrix.
 template <class L>
-static void matmul_plain(const uint8_t* data, size_t stride, size_t n_cols, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
-  for (size_t r = r0; r < r1; r += kFloatRows, data += kFloatRows * stride) {
-    const typename L::Elem* rows[kFloatRows];
-    for (size_t i = 0; i < kFloatRows; i++) rows[i] = reinterpret_cast<const typename L::Elem*>(data + std::min(i, r1 - 1 - r) * stride);
-    if (r + kFloatRows <= r1) {
-      dot_rows<L, kFloatRows>(rows, x, n_cols, out, r, n);
-    } else {
-      for (size_t i = 0; i < r1 - r; i++) dot_rows<L, 1>(rows + i, x, n_cols, out, r + i, n);
+static void matvec_float(const Matrix& w, size_t r0, size_t r1, const float* x, float* out) {
+  size_t r = r0;
+  for (; r + 4 <= r1; r += 4) dot_rows<L, 4>(w.data + r * w.stride, w.stride, x, w.cols, out + r);
+  for (; r < r1; r++) dot_rows<L, 1>(w.data + r * w.stride, w.stride, x, w.cols, out + r);
+}
+
+// acc[t][i] += w[i] . x[t] over n columns for kFloatRows x kTokens results in registers; w is padded with zeros to 16.
+template <int kTokens>
+DS4_INLINE void dot_tile(const float* const* w, const float* const* x, size_t k0, size_t n, f32x16 (*acc)[kFloatRows]) {
+  f32x16 a[kTokens][kFloatRows];
+  const float* p[kTokens];
+  DS4_UNROLL
+  for (int t = 0; t < kTokens; t++) {
+    p[t] = x[t] + k0;
+    DS4_UNROLL
+    for (int i = 0; i < kFloatRows; i++) a[t][i] = acc[t][i];
+  }
+  auto step = [&](size_t k, auto load_x) {
+    f32x16 v[kTokens];
+    DS4_UNROLL
+    for (int t = 0; t < kTokens; t++) v[t] = load_x(p[t] + k);
+    DS4_UNROLL
+    for (int i = 0; i < kFloatRows; i++) {
+      const f32x16 row = in_register(load(w[i] + k));
+      DS4_UNROLL
+      for (int t = 0; t < kTokens; t++) a[t][i] = fma(row, v[t], a[t][i]);
     }
+  };
+  size_t k = 0;
+  for (; k + 16 <= n; k += 16) step(k, [](const float* q) { return load(q); });
+  if (k < n) step(k, [&](const float* q) { return load_partial(q, n - k); });
+  DS4_UNROLL
+  for (int t = 0; t < kTokens; t++) {
+    DS4_UNROLL
+    for (int i = 0; i < kFloatRows; i++) acc[t][i] = a[t][i];
   }
 }
 
+// A few rows become floats, some columns at a time, in the L1 cache; all tokens of a batch pass over them.
 static void matmul_float(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
-  const uint8_t* data = w.data + r0 * w.stride;
-  if (w.type == Type::F32) return matmul_plain<LoadF32>(data, w.stride, w.cols, r0, r1, x, out, n);
-  if (n <= kRowTokens && w.type == Type::F16) return matmul_plain<LoadF16>(data, w.stride, w.cols, r0, r1, x, out, n);
-  if (n <= kRowTokens && w.type == Type::BF16) return matmul_plain<LoadBF16>(data, w.stride, w.cols, r0, r1, x, out, n);
-  static thread_local AlignedBuffer<float> scratch;               // a few rows as floats
-  const size_t stride = size_t(align_up(w.cols, 16));
-  if (scratch.size() < kFloatRows * stride) scratch.resize(kFloatRows * stride);
+  if (n == 1 && w.type == Type::F32) return matvec_float<LoadF32>(w, r0, r1, x[0], out[0]);
+  if (n == 1 && w.type == Type::F16) return matvec_float<LoadF16>(w, r0, r1, x[0], out[0]);
+  if (n == 1 && w.type == Type::BF16) return matvec_float<LoadBF16>(w, r0, r1, x[0], out[0]);
+  constexpr size_t kCols = 512, kBatch = 48, kStep = kFloatTokens;
+  const TypeInfo& info = type_info(w.type);
+  alignas(64) float panel[kFloatRows][kCols];
+  f32x16 acc[kBatch][kFloatRows];
   for (size_t r = r0; r < r1; r += kFloatRows) {
-    const size_t rows = std::min(kFloatRows, r1 - r);
-    for (size_t i = 0; i < rows; i++, data += w.stride) dequantize(w.type, data, scratch.data() + i * stride, w.cols);
-    matmul_plain<LoadF32>(reinterpret_cast<const uint8_t*>(scratch.data()), 4 * stride, w.cols, r, r + rows, x, out, n);
+    for (size_t t0 = 0; t0 < n; t0 += kBatch) {
+      const size_t nt = std::min(kBatch, n - t0);
+      for (size_t t = 0; t < nt; t++)
+        for (f32x16& a : acc[t]) a = zero();
+      for (size_t k = 0; k < w.cols; k += kCols) {
+        const size_t nk = std::min<size_t>(kCols, w.cols - k);
+        const float* rows[kFloatRows];
+        for (size_t i = 0; i < kFloatRows; i++) {                  // behind the last row comes itself again
+          const uint8_t* data = w.data + std::min(r + i, r1 - 1) * w.stride + k / info.block_elems * info.block_bytes;
+          const bool plain = w.type == Type::F32 && nk % 16 == 0;
+          rows[i] = plain ? reinterpret_cast<const float*>(data) : panel[i];
+          if (plain) continue;
+          dequantize(w.type, data, panel[i], nk);
+          std::fill(panel[i] + nk, panel[i] + align_up(nk, 16), 0.0f);
+        }
+        size_t t = 0;
+        for (; t + kStep <= nt; t += kStep) dot_tile<kFloatTokens>(rows, x + t0 + t, k, nk, acc + t);
+        for (; t < nt; t++) dot_tile<1>(rows, x + t0 + t, k, nk, acc + t);
+      }
+      for (size_t t = 0; t < nt; t++)
+        for (size_t i = 0; i < std::min<size_t>(kFloatRows, r1 - r); i++) out[t0 + t][r + i] = reduce_add(acc[t][i]);
+    }
   }
 }
 
@@ -6720,6 +6856,19 @@ struct MatmulTask {
 enum ProfilePart { kPartEmbed, kPartHc, kPartAttnIn, kPartCompress, kPartIndex, kPartAttend, kPartAttnOut, kPartRouter, kPartExperts, kPartHead, kParts };
 constexpr const char* kPartNames[kParts] = {"embed", "hyper connections", "attention in", "compressor", "indexer", "attention", "attention out", "router", "experts", "head"};
 
+// Where a run spends its time, and the weight bytes that each part read.
+struct Profile {
+  double seconds[kParts] = {};
+  uint64_t bytes[kParts] = {};
+  ProfilePart part = kPartEmbed;
+};
+struct ProfileTimer {
+  ProfileTimer(Profile* profile, ProfilePart part) : to(profile), t0(profile ? now_seconds() : 0) { if (to) to->part = part; }
+  ~ProfileTimer() { if (to) to->seconds[to->part] += now_seconds() - t0; }
+  Profile* to;
+  double t0;
+};
+
 // Intermediate results for --dump-taps: name, data (float or int32), rows, columns.
 using TapSink = std::function<void(const std::string& name, const void* data, size_t rows, size_t cols, bool integer)>;
 
@@ -6766,7 +6915,7 @@ class LayerRunner {
   Cache cache;
   Workspace ws;
   TapSink taps;
-  double* profile = nullptr;                   // [kParts] seconds, when measured
+  Profile* profile = nullptr;                  // when measured
 
  private:
   void lay_out();
@@ -6791,13 +6940,6 @@ class LayerRunner {
   std::vector<size_t> chunk_end_;              // of each task of the running job
   std::vector<uint32_t> expert_end_;           // [n_expert + 1]: where an expert's pairs end
   Arena arena_;
-};
-
-struct ProfileTimer {
-  ProfileTimer(double* profile, ProfilePart part) : to(profile ? profile + part : nullptr), t0(to ? now_seconds() : 0) {}
-  ~ProfileTimer() { if (to) *to += now_seconds() - t0; }
-  double* to;
-  double t0;
 };
 
 // Rotary frequencies of compressed layers (YaRN): f' = f keep + f / factor (1 - keep), keep falling from 1 to 0 between
@@ -6907,7 +7049,10 @@ void LayerRunner::matmul(const MatmulTask* tasks, size_t n_tasks) {
     return t.n >= 4 ? size_t(64) : std::max<size_t>(4, align_up(65536 / std::max<size_t>(t.w.stride, 1), 4));
   };
   size_t total = 0;
-  for (size_t i = 0; i < n_tasks; i++) chunk_end_[i] = total += ceil_div(tasks[i].w.rows, chunk_rows(tasks[i]));
+  for (size_t i = 0; i < n_tasks; i++) {
+    chunk_end_[i] = total += ceil_div(tasks[i].w.rows, chunk_rows(tasks[i]));
+    if (profile) profile->bytes[profile->part] += uint64_t(tasks[i].w.rows) * tasks[i].w.stride;
+  }
   pool.run(total, [&](size_t chunk, int) {
     const size_t i = size_t(std::upper_bound(chunk_end_.begin(), chunk_end_.begin() + ptrdiff_t(n_tasks), chunk) - chunk_end_.begin());
     const MatmulTask& t = tasks[i];
@@ -7394,7 +7539,7 @@ static RunOptions resolve(RunOptions o, const Shape& s) {
 class Engine {
  public:
   // Throws Error when the memory is not there.
-  Engine(const Model& m, const RunOptions& o) : runner_(m, resolve(o, m.shape)), logits_(m.shape.n_vocab) {}
+  Engine(const Model& m, const RunOptions& o) : runner_(m, resolve(o, m.shape)), logits_(m.shape.n_vocab), logit_rows_(runner_.options.prefill_chunk) {}
 
   uint32_t position() const { return runner_.cache.position(); }       // tokens in the cache
   uint32_t ctx() const { return runner_.options.ctx; }
@@ -7405,7 +7550,7 @@ class Engine {
   // Forgets the tokens from `position` on; false when that state is gone (then reset and eval again).
   bool rewind(uint32_t position) { return runner_.cache.rewind(position); }
   void set_taps(TapSink sink) { runner_.taps = std::move(sink); }
-  void set_profile(double* seconds) { runner_.profile = seconds; }     // [kParts], added to
+  void set_profile(Profile* profile) { runner_.profile = profile; }    // null: not measured
 
   // Appends n tokens; afterwards logits() belongs to the last one. all_logits: receives n rows of n_vocab.
   // *stop, looked at between chunks, ends early; progress(tokens so far) is called after each chunk.
@@ -7418,6 +7563,7 @@ class Engine {
 
   LayerRunner runner_;
   AlignedBuffer<float> logits_;
+  std::vector<float*> logit_rows_;             // where the output matrix writes
 };
 
 static MemoryPlan memory_plan(const Model& m, const RunOptions& o) {
@@ -7465,12 +7611,11 @@ void Engine::eval_chunk(const Span& span, bool all, float* all_logits) {
   ProfileTimer timer(r.profile, kPartHead);
   r.hc_head(span);
   if (r.taps) r.taps("result_norm", r.ws.x.row[span.first], span.n - span.first, s.n_embd, false);
-  std::vector<float*> out(span.n - span.first, logits_.data());
-  if (all)
-    for (size_t t = 0; t < out.size(); t++) out[t] = all_logits + t * s.n_vocab;
-  const MatmulTask task{r.model.output, &r.ws.x, span.first, nullptr, out.data(), uint32_t(out.size()), false};
+  const uint32_t n = span.n - span.first;
+  for (uint32_t t = 0; t < n; t++) logit_rows_[t] = all ? all_logits + size_t(t) * s.n_vocab : logits_.data();
+  const MatmulTask task{r.model.output, &r.ws.x, span.first, nullptr, logit_rows_.data(), n, false};
   r.matmul(&task, 1);
-  if (all) std::memcpy(logits_.data(), out.back(), s.n_vocab * sizeof(float));
+  if (all) std::memcpy(logits_.data(), logit_rows_[n - 1], s.n_vocab * sizeof(float));
 }
 
 }  // namespace ds4
@@ -10620,29 +10765,33 @@ static void bench_profile(Runtime& rt) {
   std::vector<int32_t> tokens(engine.ctx());
   for (int32_t& t : tokens) t = int32_t(rng.next_u64() % rt.model().shape.n_vocab);
   const uint32_t n_prompt = std::min(512u, engine.ctx() / 2), n_decode = std::min(32u, engine.ctx() - n_prompt);
-  double seconds[2][kParts] = {}, total[2];
+  Profile profile[2];
+  double total[2];
   engine.eval(tokens.data(), n_prompt);                 // once unmeasured: pages, caches
+  for (uint32_t i = 0; i < n_decode; i++) engine.eval(&tokens[n_prompt + i], 1);
   engine.reset();
   for (int phase = 0; phase < 2; phase++) {
-    engine.set_profile(seconds[phase]);
+    engine.set_profile(&profile[phase]);
     const double start = now_seconds();
     if (phase == 0) engine.eval(tokens.data(), n_prompt);
     else for (uint32_t i = 0; i < n_decode; i++) engine.eval(&tokens[n_prompt + i], 1);
     total[phase] = now_seconds() - start;
   }
   engine.set_profile(nullptr);
-  BenchTable table("profile", {"part", "decode_ms", "decode_%", "prefill_ms", "prefill_%"});
+  BenchTable table("profile", {"part", "decode_ms", "decode_%", "decode_GB/s", "prefill_ms", "prefill_%"});
   double other[2] = {total[0], total[1]};
-  const auto row = [&](const char* name, double prefill, double decode) {
-    table.add({name, fixed(1e3 * decode / n_decode, 3), fixed(100 * decode / total[1], 1), fixed(1e3 * prefill / n_prompt, 3),
-               fixed(100 * prefill / total[0], 1)});
+  uint64_t all_bytes = 0;
+  const auto row = [&](const char* name, double prefill, double decode, uint64_t nbytes) {
+    table.add({name, fixed(1e3 * decode / n_decode, 3), fixed(100 * decode / total[1], 1), fixed(decode > 0 ? double(nbytes) / 1e9 / decode : 0),
+               fixed(1e3 * prefill / n_prompt, 3), fixed(100 * prefill / total[0], 1)});
   };
   for (int p = 0; p < kParts; p++) {
-    row(kPartNames[p], seconds[0][p], seconds[1][p]);
-    for (int phase = 0; phase < 2; phase++) other[phase] -= seconds[phase][p];
+    row(kPartNames[p], profile[0].seconds[p], profile[1].seconds[p], profile[1].bytes[p]);
+    all_bytes += profile[1].bytes[p];
+    for (int phase = 0; phase < 2; phase++) other[phase] -= profile[phase].seconds[p];
   }
-  row("other", other[0], other[1]);
-  row("all", total[0], total[1]);
+  row("other", other[0], other[1], 0);
+  row("all", total[0], total[1], all_bytes);
   table.print(rt.options().json, rt.facts());
 }
 

@@ -43,7 +43,7 @@ def main():
     jobs = [(f, ["-t", "2"]) for f in files]
     for isa in isas:
         jobs += [(f, ["--isa", isa, "-t", "1"]) for f in short if isa != "scalar" or "recall" not in f]
-        jobs += [(f, ["--isa", isa, "-t", "3", "--prefill-chunk", "100"]) for f in short]
+        jobs += [(f, ["--isa", isa, "-t", "3", "--prefill-chunk", "97"]) for f in short]
     if os.environ.get("CI") == "true":
         jobs += [(f, ["--isa", "scalar"]) for f in files if f not in short]
     total = [0, 0]

@@ -10019,8 +10019,10 @@ class Chat {
 
   void greet() {
     if (o_.demo) {
-      note("A toy model of the true architecture (4.7 MB, trained on a CPU): it chats a little, adds, and recalls what it was told.\n"
-           "Try \"What is 12 + 7?\", or \"My name is Clara.\" and then \"What is my name?\". /help lists commands, Ctrl-D leaves.");
+      note("Nano, a 4.7 MB toy of DeepSeek V4's architecture: small sums, capitals, memory.\n"
+           "Try  What is 12 + 7?\n"
+           "     My name is Clara. What is my name?\n"
+           "/help lists commands, Ctrl-D leaves.");
     } else {
       note("ds4 %s. /help lists commands, Ctrl-D leaves.", kVersion);
     }

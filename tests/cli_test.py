@@ -219,6 +219,12 @@ def test_help_and_version():
     assert re.match(r"ds4 \d+\.\d+\.\d+.*scalar", v.out), v.out
 
 
+def test_readme_lists_the_options():
+    text = ds4("--help", model=None).out
+    with open(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md"), encoding="utf-8") as f:
+        holds(text[text.index("Model and machine"):text.index("\n\nExit codes")], f.read())
+
+
 def test_demo_on_a_pipe():
     r = ds4("--demo")
     same(r.code, 0)

@@ -4,8 +4,7 @@ Python standard library only.
 
     tools/bench_peers.py --ds4 ./ds4 --peer DIR --model slice5.gguf [--threads 1,2] [--prompts 32,512] [--rounds 3]
 
-DIR holds lbench, a small program over llama.cpp's C API:  lbench MODEL THREADS PROMPT GEN REPACK  prints lines
-"rep K: ppN X t/s (..)   tgM Y t/s (..)". README, "Speed", tells how to get llama.cpp and build it.
+DIR holds peer_bench, built from tools/peer: README, "Speed", tells how.
 """
 import argparse
 import json
@@ -19,7 +18,7 @@ import tempfile
 def ours(a, threads, prompt, gen):
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as f:
         seed = 1
-        for _ in range(prompt):          # the ids that lbench uses
+        for _ in range(prompt):          # the ids that peer_bench uses
             seed = (seed * 1664525 + 1013904223) & 0xFFFFFFFF
             f.write("%d " % ((seed >> 8) % 100000 + 1000))
         f.flush()
@@ -30,10 +29,10 @@ def ours(a, threads, prompt, gen):
 
 
 def peer(a, threads, prompt, gen):
-    out = subprocess.run([os.path.join(a.peer, "lbench"), a.model, str(threads), str(prompt), str(gen), "0"],
+    out = subprocess.run([os.path.join(a.peer, "peer_bench"), a.model, str(threads), str(prompt), str(gen)],
                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True).stdout
-    best = [(float(p), float(t)) for p, t in re.findall(r"pp\d+ ([\d.]+) t/s.*?tg\d+ ([\d.]+) t/s", out)]
-    return max(p for p, _ in best), max(t for _, t in best)
+    m = re.search(r"prompt ([\d.]+) decode ([\d.]+)", out)
+    return float(m[1]), float(m[2])
 
 
 def main():

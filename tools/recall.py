@@ -113,7 +113,7 @@ def main():
     ap.add_argument("--ds4", default=os.path.join(HERE, "../ds4"))
     ap.add_argument("--model", default=os.path.join(HERE, "../tests/data/nano.gguf"))
     ap.add_argument("--style", choices=STYLES, help="nano if the model's name says so, else prose")
-    ap.add_argument("--lengths", type=numbers, default=[256, 512, 1024, 2048, 4096])
+    ap.add_argument("--lengths", type=numbers, default=[256, 512, 1024, 2048, 3900])
     ap.add_argument("--facts", type=numbers, default=[4, 8, 16])
     ap.add_argument("--stories", type=int, default=8, help="per cell of the table")
     ap.add_argument("--seed", type=int, default=1000, help="of the first story of a cell")

@@ -5,7 +5,8 @@ for prompts above 1,500 tokens, recall_long.jsonl.
 
 The weights are rounded exactly as the GGUF of that TYPE stores them, the arithmetic is float32.
 Only answers whose smallest distance between the two best logits is above MARGIN are kept: they
-hold in every number format, on every engine.
+hold in every number format, on every engine. The hashes are left empty, for ds4 --script FILE
+--update to fill in.
 """
 import json
 import os
@@ -36,7 +37,8 @@ CONVERSATIONS = [
     ["My favorite color is blue.", "What is 2 + 2?", "What is my favorite color?"],
     ["Remember the number 42.", "What does a dog say?", "What is my number?"],
     ["Hello", "What is 8 + 9?", "Thank you"]]
-STORIES = [(256, 4), (512, 8), (1024, 16), (2048, 16), (4096, 16)]       # tokens, facts
+# tokens, facts; the last ones leave room for the answer in a context of 4,096
+STORIES = [(256, 4), (512, 8), (1024, 16), (2048, 16), (3900, 4), (3900, 16)]
 LIMIT, MARGIN = 160, 1.0
 
 
@@ -67,7 +69,7 @@ def answer(model, tok, messages, think):
         reply = reply.split(UNTHINK, 1)[-1]
     name = " / ".join(m["content"] for m in messages if m["role"] == "user")
     case = {"name": name, "messages": messages, "think": think, "n": LIMIT, "text": reply,
-            "tokens_out": out, "finish": "stop" if done else "length"}
+            "tokens_out": out, "finish": "stop" if done else "length", "hash": ""}
     return (case if margin > MARGIN else None), reply
 
 
@@ -84,7 +86,7 @@ def story_case(model, tok, n_tokens, n_facts):
         margin = float((top.values[:, 0] - top.values[:, 1]).min())
         if top.indices[:, 0].tolist() == out and margin > MARGIN:
             return {**case, "name": f"recall {n_facts} facts, {len(prompt)} tokens", "n": LIMIT,
-                    "text": text, "tokens_out": out, "finish": "stop"}
+                    "text": text, "tokens_out": out, "finish": "stop", "hash": ""}
     raise SystemExit(f"no story of {n_tokens} tokens with {n_facts} facts is answered rightly")
 
 

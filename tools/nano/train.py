@@ -407,7 +407,7 @@ class Run:
                 accuracy = 0.95 * accuracy + 0.05 * right / asked
             if accuracy > ADVANCE and level < len(LEVELS) - 1:
                 level, accuracy = level + 1, 0.0
-            if self.rank == 0 and (step % 25 == 0 or done):
+            if self.rank == 0 and (step % (10 if seconds else 25) == 0 or done):
                 n, elapsed = self.stat.pop("n"), time.time() - start
                 self.report(stage=st.name, step=step, mtok=round(n_tok / 1e6, 3), level=level,
                             sec=round(elapsed), tok_per_s=round(n_tok / elapsed),

@@ -2436,41 +2436,59 @@ DS4_INLINE f32x16 load_row(const void* row, size_t k) {
 template <bool kHalf, int kH, int kR>
 static inline void score_tile(const float* q, const void* const* rows, size_t dim, float scale, float* scores, size_t stride) {
   f32x16 acc[kH][kR];
-  for (int h = 0; h < kH; h++)
+  DS4_UNROLL
+  for (int h = 0; h < kH; h++) {
+    DS4_UNROLL
     for (int r = 0; r < kR; r++) acc[h][r] = zero();
+  }
   for (size_t k = 0; k < dim; k += 16) {
     f32x16 w[kR];
-    for (int r = 0; r < kR; r++) w[r] = load_row<kHalf>(rows[r], k);
+    DS4_UNROLL
+    for (int r = 0; r < kR; r++) w[r] = in_register(load_row<kHalf>(rows[r], k));
+    DS4_UNROLL
     for (int h = 0; h < kH; h++) {
-      const f32x16 v = load(q + size_t(h) * dim + k);
+      const f32x16 v = in_register(load(q + size_t(h) * dim + k));
+      DS4_UNROLL
       for (int r = 0; r < kR; r++) acc[h][r] = fma(v, w[r], acc[h][r]);
     }
   }
-  for (int h = 0; h < kH; h++)
+  DS4_UNROLL
+  for (int h = 0; h < kH; h++) {
+    DS4_UNROLL
     for (int r = 0; r < kR; r++) scores[size_t(h) * stride + size_t(r)] = reduce_add(acc[h][r]) * scale;
+  }
 }
 
 // out[h][d0 .. d0 + 16 kV) = norm[h] sum_i p[h][i] row_i[d], rows in ascending order; the last vector is cut at dim.
 template <bool kHalf, int kH, int kV>
 static inline void value_tile(const float* p, size_t stride, const float* norm, const void* const* rows, size_t n_rows, size_t d0, size_t dim, float* out) {
   f32x16 acc[kH][kV];
-  for (int h = 0; h < kH; h++)
+  DS4_UNROLL
+  for (int h = 0; h < kH; h++) {
+    DS4_UNROLL
     for (int v = 0; v < kV; v++) acc[h][v] = zero();
+  }
   for (size_t i = 0; i < n_rows; i++) {
     f32x16 w[kV];
-    for (int v = 0; v < kV; v++) w[v] = load_row<kHalf>(rows[i], d0 + 16 * size_t(v));
+    DS4_UNROLL
+    for (int v = 0; v < kV; v++) w[v] = in_register(load_row<kHalf>(rows[i], d0 + 16 * size_t(v)));
+    DS4_UNROLL
     for (int h = 0; h < kH; h++) {
-      const f32x16 a = set1(p[size_t(h) * stride + i]);
+      const f32x16 a = in_register(set1(p[size_t(h) * stride + i]));
+      DS4_UNROLL
       for (int v = 0; v < kV; v++) acc[h][v] = fma(a, w[v], acc[h][v]);
     }
   }
-  for (int h = 0; h < kH; h++)
+  DS4_UNROLL
+  for (int h = 0; h < kH; h++) {
+    DS4_UNROLL
     for (int v = 0; v < kV; v++) {
       const size_t d = d0 + 16 * size_t(v), m = std::min<size_t>(16, dim - d);
       const f32x16 y = mul(acc[h][v], set1(norm[h]));
       float* to = out + size_t(h) * dim + d;
       if (m == 16) store(to, y); else store_partial(to, m, y);
     }
+  }
 }
 
 template <bool kHalf, int kH>
@@ -2597,25 +2615,30 @@ static inline void index_score_tile(const float* qt, const float* w, size_t widt
   for (int r = 0; r < kR; r++)
     for (size_t k = 0; k < dim; k += 16) store(x[r] + k, load_row<kHalf>(rows[r], k));
   f32x16 total[kR];
+  DS4_UNROLL
   for (int r = 0; r < kR; r++) total[r] = zero();
   for (size_t v = 0; v < width; v += 32) {        // two vectors of heads at a time
     const bool two = v + 16 < width;
     f32x16 acc[kR][2];
+    DS4_UNROLL
     for (int r = 0; r < kR; r++) acc[r][0] = acc[r][1] = zero();
     for (size_t k = 0; k < dim; k++) {
-      const f32x16 q0 = load(qt + k * width + v), q1 = two ? load(qt + k * width + v + 16) : zero();
+      const f32x16 q0 = in_register(load(qt + k * width + v)), q1 = in_register(two ? load(qt + k * width + v + 16) : zero());
+      DS4_UNROLL
       for (int r = 0; r < kR; r++) {
-        const f32x16 b = set1(x[r][k]);
+        const f32x16 b = in_register(set1(x[r][k]));
         acc[r][0] = fma(q0, b, acc[r][0]);
         acc[r][1] = fma(q1, b, acc[r][1]);
       }
     }
     const f32x16 w0 = load(w + v), w1 = two ? load(w + v + 16) : zero();
+    DS4_UNROLL
     for (int r = 0; r < kR; r++) {
       total[r] = fma(w0, max(acc[r][0], zero()), total[r]);
       total[r] = fma(w1, max(acc[r][1], zero()), total[r]);
     }
   }
+  DS4_UNROLL
   for (int r = 0; r < kR; r++) scores[r] = reduce_add(total[r]);
 }
 

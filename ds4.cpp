@@ -77,6 +77,7 @@
 #include <chrono>
 #include <climits>
 #include <cmath>
+#include <cstddef>
 #include <condition_variable>
 #include <cstdarg>
 #include <cstdint>
@@ -1935,9 +1936,10 @@ alignas(64) constexpr LaneTables kLaneTables = make_lane_tables();
 
 DS4_INLINE __m512i lane_numbers(int step) { return _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(step)); }
 
-DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup& g) {
+// Sixteen groups of 32, each eight bytes (four grid indices, a word of signs and scale), eight in ga and eight in gb:
+// w[t] = values 4t .. 4t + 3 of all groups as value[code | sign << 5]. Returns 2 * scale + 1 of each group.
+DS4_INLINE f32x16 iq2_xxs_lanes(__m512i ga, __m512i gb, __m512i value, __m512i* w) {
   const LaneTables& t = kLaneTables;
-  const __m512i ga = load512(a->g), gb = load512(b->g);
   const __m512i index = _mm512_permutex2var_epi8(ga, load512(t.index), gb);
   const __mmask64 upper = _mm512_movepi8_mask(index);
   __m512i code[2];
@@ -1948,13 +1950,18 @@ DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGro
   const __m512i aux = _mm512_permutex2var_epi32(ga, _mm512_add_epi32(lane_numbers(2), _mm512_set1_epi32(1)), gb);
   const __m512i seven = _mm512_multishift_epi64_epi8(load512(t.spread), aux);
   const __m512i signs = _mm512_gf2p8affine_epi64_epi8(seven, _mm512_set1_epi64(0x010204081020407f), 0);    // bit 7 = parity of the others
-  const __m512i value = load512(t.value), low2 = _mm512_set1_epi8(3);
-  for (int w = 0; w < 8; w++) {
-    const __m512i c = _mm512_multishift_epi64_epi8(load512(t.code[w / 2]), code[w % 2]), s = _mm512_multishift_epi64_epi8(load512(t.sign[w]), signs);
-    g.w[w] = _mm512_permutexvar_epi8(_mm512_ternarylogic_epi32(low2, c, s, 0xca), value);
+  const __m512i low2 = _mm512_set1_epi8(3);
+  DS4_UNROLL
+  for (int k = 0; k < 8; k++) {
+    const __m512i c = _mm512_multishift_epi64_epi8(load512(t.code[k / 2]), code[k % 2]), n = _mm512_multishift_epi64_epi8(load512(t.sign[k]), signs);
+    w[k] = _mm512_permutexvar_epi8(_mm512_ternarylogic_epi32(low2, c, n, 0xca), value);
   }
-  const __m512i scale = _mm512_or_si512(_mm512_slli_epi32(_mm512_srli_epi32(aux, 28), 1), _mm512_set1_epi32(1));
-  g.d = mul(mul(pair(f16_value(a->d), f16_value(b->d)), set1(0.125f)), {_mm512_cvtepi32_ps(scale)});
+  return {_mm512_cvtepi32_ps(_mm512_or_si512(_mm512_slli_epi32(_mm512_srli_epi32(aux, 28), 1), _mm512_set1_epi32(1)))};
+}
+
+DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup& g) {
+  const f32x16 scale = iq2_xxs_lanes(load512(a->g), load512(b->g), load512(kLaneTables.value), g.w);
+  g.d = mul(mul(pair(f16_value(a->d), f16_value(b->d)), set1(0.125f)), scale);
 }
 
 DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneGroup& g) {
@@ -2075,6 +2082,94 @@ static void build_panel(const Matrix& w, size_t r, size_t r1, const RowReader& r
   }
 }
 
+#if DS4_PASS == 3
+// The same with the decoding of sixteen rows at once, rows in lanes from the start: no byte is unpacked in row order.
+// 8 x 8 quad words, out[j] = quad word j of all in[i].
+DS4_INLINE void transpose8(const __m512i* in, __m512i* out) {
+  __m512i a[8], b[8];
+  DS4_UNROLL
+  for (int i = 0; i < 4; i++) {
+    a[2 * i] = _mm512_unpacklo_epi64(in[2 * i], in[2 * i + 1]);        // lane l: quad word 2l of rows 2i, 2i + 1
+    a[2 * i + 1] = _mm512_unpackhi_epi64(in[2 * i], in[2 * i + 1]);
+  }
+  DS4_UNROLL
+  for (int h = 0; h < 2; h++) {                                        // h: odd quad words
+    b[h] = _mm512_shuffle_i64x2(a[h], a[2 + h], 0x88), b[2 + h] = _mm512_shuffle_i64x2(a[h], a[2 + h], 0xdd);
+    b[4 + h] = _mm512_shuffle_i64x2(a[4 + h], a[6 + h], 0x88), b[6 + h] = _mm512_shuffle_i64x2(a[4 + h], a[6 + h], 0xdd);
+    out[h] = _mm512_shuffle_i64x2(b[h], b[4 + h], 0x88), out[4 + h] = _mm512_shuffle_i64x2(b[h], b[4 + h], 0xdd);
+    out[2 + h] = _mm512_shuffle_i64x2(b[2 + h], b[6 + h], 0x88), out[6 + h] = _mm512_shuffle_i64x2(b[2 + h], b[6 + h], 0xdd);
+  }
+}
+
+DS4_INLINE void load_panel(const BlockIQ2_XXS* const* rows, PanelBlock* panel) {
+  __m512i in[8], ga[8], gb[8], w[8];
+  alignas(32) uint16_t d[16];
+  for (int k = 0; k < 16; k++) d[k] = rows[k]->d;
+  for (int k = 0; k < 8; k++) in[k] = load512(rows[k]->g);
+  transpose8(in, ga);
+  for (int k = 0; k < 8; k++) in[k] = load512(rows[8 + k]->g);
+  transpose8(in, gb);
+  const f32x16 eighth = mul(load_f16(d), set1(0.125f));
+  const __m512i value = _mm512_add_epi8(load512(kLaneTables.value), _mm512_set1_epi8(kBias - 64));
+  for (int b = 0; b < 8; b++) {
+    const f32x16 scale = iq2_xxs_lanes(ga[b], gb[b], value, w);
+    DS4_UNROLL
+    for (int k = 0; k < 8; k++) _mm512_store_si512(panel[b].w[k], w[k]);
+    store(panel[b].d, mul(eighth, scale));
+  }
+}
+
+DS4_INLINE void load_panel(const BlockQ2_K* const* rows, PanelBlock* panel) {
+  alignas(64) uint32_t front[16][16], back[16][16];                    // words 0..15 and 5..20 of the rows' blocks: scales, q, d and m
+  static_assert(offsetof(BlockQ2_K, s) == 0 && offsetof(BlockQ2_K, q) == 16 && offsetof(BlockQ2_K, d) == 80, "read as words");
+  i32x16 a[16], t[16];
+  for (int part = 0; part < 2; part++) {
+    for (int k = 0; k < 16; k++) a[k] = load_i32(reinterpret_cast<const uint8_t*>(rows[k]) + 20 * part);
+    DS4_UNROLL
+    for (int k = 0; k < 2; k++) {
+      DS4_UNROLL
+      for (int i = 0; i < 8; i++) zip(a[i], a[i + 8], &t[2 * i], &t[2 * i + 1]);
+      DS4_UNROLL
+      for (int i = 0; i < 8; i++) zip(t[i], t[i + 8], &a[2 * i], &a[2 * i + 1]);
+    }
+    for (int k = 0; k < 16; k++) store_i32((part ? back : front)[k], a[k]);
+  }
+  const __m512i dm = load512(back[15]), nibble = _mm512_set1_epi32(15), three = _mm512_set1_epi8(3), bias = _mm512_set1_epi8(char(kBias));
+  const f32x16 d = {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(dm))}, m = {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(dm, 16)))};
+  for (int b = 0; b < 8; b++) {
+    const __m512i s = _mm512_srl_epi32(load512(front[b / 2]), _mm_cvtsi32_si128(b % 2 * 16));
+    __m512i scale[2];                                                  // in both halves of a word: a byte of q times it stays a byte
+    for (int h = 0; h < 2; h++) {
+      const __m512i v = _mm512_and_si512(_mm512_srli_epi32(s, unsigned(8 * h)), nibble);
+      scale[h] = _mm512_or_si512(v, _mm512_slli_epi32(v, 16));
+    }
+    for (int k = 0; k < 8; k++) {
+      const int word = b / 4 * 8 + k;                                  // of q
+      const __m512i q = load512(word < 12 ? front[4 + word] : back[word - 1]);
+      const __m512i two = _mm512_and_si512(_mm512_srl_epi32(q, _mm_cvtsi32_si128(b % 4 * 2)), three);
+      _mm512_store_si512(panel[b].w[k], _mm512_add_epi8(_mm512_mullo_epi16(two, scale[k / 4]), bias));
+    }
+    store(panel[b].d, d);
+    store(panel[b].e0, mul(m, {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(s, 4), nibble))}));
+    store(panel[b].e1, mul(m, {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(s, 12), nibble))}));
+  }
+}
+
+template <class Block>
+static void build_panel_lanes(const Matrix& w, size_t r, size_t r1, const RowReader& reader, PanelBlock* panel) {
+  const Block* rows[kTileRows];
+  for (size_t i = 0; i < reader.cols / 256; i++, panel += 8) {
+    for (size_t k = 0; k < kTileRows; k++) {
+      rows[k] = reinterpret_cast<const Block*>(w.data + std::min(r + k, r1 - 1) * w.stride) + i;
+      const uint8_t* next = reinterpret_cast<const uint8_t*>(rows[k]) + kTileRows * w.stride;
+      __builtin_prefetch(next, 0, 2);
+      __builtin_prefetch(next + 64, 0, 2);
+    }
+    load_panel(rows, panel);
+  }
+}
+#endif
+
 // Where the parts of any ActRow of n elements lie, in bytes from its start: one pointer for each token of a tile.
 struct ActLayout {
   size_t d, md, md_lo, md_hi, c, c_lo, c_hi;
@@ -2151,11 +2246,16 @@ static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* cons
   const size_t stripe = n > kTileTokens ? 4 : 1;                   // panels
   static thread_local AlignedBuffer<PanelBlock> panels;
   const RowReader reader(w.type, w.cols);
+  auto build = build_panel<kind>;
+#if DS4_PASS == 3
+  if (w.type == Type::IQ2_XXS) build = build_panel_lanes<BlockIQ2_XXS>;
+  if (w.type == Type::Q2_K) build = build_panel_lanes<BlockQ2_K>;
+#endif
   const size_t step = size_t(align_up(w.cols, 512)) / 32;
   if (panels.size() < stripe * step) panels.resize(stripe * step);
   for (size_t r = r0; r < r1; r += stripe * kTileRows) {
     const size_t n_panels = std::min<size_t>(stripe, ceil_div(r1 - r, kTileRows));
-    for (size_t k = 0; k < n_panels; k++) build_panel<kind>(w, r + k * kTileRows, r1, reader, panels.data() + k * step);
+    for (size_t k = 0; k < n_panels; k++) build(w, r + k * kTileRows, r1, reader, panels.data() + k * step);
     for (size_t t = 0; t < n; t += kTileTokens) {
       const uint8_t* rows[kTileTokens];
       const size_t nt = std::min(kTileTokens, n - t);

@@ -4436,13 +4436,18 @@ class ModelLoader {
     expect(gating == 4, "expert_gating_func", gating, "4 (sqrt softplus)");
     expect(expert_groups <= 1, "expert_group_count", expert_groups, "0 or 1 (no groups)");
     expect(s.n_rot % 2 == 0, "rope.dimension_count", s.n_rot, "an even number");
+    expect(s.n_rot <= kMaxRot, "rope.dimension_count", s.n_rot, format("at most %u", kMaxRot));
     expect(s.n_rot < s.head_dim, "rope.dimension_count", s.n_rot, format("less than %u (key_length)", s.head_dim));
     expect(s.n_head % s.n_group == 0, "attention.output_group_count", s.n_group, format("a divisor of %u (head_count)", s.n_head));
     expect(s.n_used <= s.n_expert, "expert_used_count", s.n_used, format("at most %u (expert_count)", s.n_expert));
     expect(s.sinkhorn_iters <= 1000, "hyper_connection.sinkhorn_iterations", s.sinkhorn_iters, "at most 1000");
-    expect(s.n_hc <= 16, "hyper_connection.count", s.n_hc, "at most 16");
+    expect(s.window <= 1u << 20, "attention.sliding_window", s.window, "at most 1048576");
+    expect(s.idx_top_k <= 1u << 20, "attention.indexer.top_k", s.idx_top_k, "at most 1048576");
+    expect(s.n_group <= kMaxGroups, "attention.output_group_count", s.n_group, format("at most %u", kMaxGroups));
+    expect(s.n_hc <= kMaxStreams, "hyper_connection.count", s.n_hc, format("at most %u", kMaxStreams));
     expect(s.yarn_beta_slow <= s.yarn_beta_fast, "rope.scaling.yarn_beta_slow", uint64_t(s.yarn_beta_slow), "at most yarn_beta_fast");
     if (s.idx_dim) {
+      expect(s.idx_dim <= kMaxIndexDim, "attention.indexer.key_length", s.idx_dim, format("at most %u", kMaxIndexDim));
       expect((s.idx_dim & (s.idx_dim - 1)) == 0, "attention.indexer.key_length", s.idx_dim, "a power of two");
       expect(s.idx_dim >= s.n_rot, "attention.indexer.key_length", s.idx_dim, format("at least %u (rope.dimension_count)", s.n_rot));
     }

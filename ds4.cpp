@@ -9191,7 +9191,7 @@ static std::string read_file(const std::string& path) {
   for (size_t n; (n = std::fread(chunk, 1, sizeof chunk, f)) > 0;) s.append(chunk, n);
   const int error = std::ferror(f) ? errno : 0;
   if (f != stdin) std::fclose(f);
-  if (error) fail("%s: %s", path.c_str(), std::strerror(error));
+  if (error) fail("%s: %s", path == "-" ? "standard input" : path.c_str(), std::strerror(error));
   return s;
 }
 
@@ -9573,7 +9573,7 @@ class Runtime {
     return v < 1e6 ? format("%.1f kB", v / 1e3) : v < 1e9 ? format("%.1f MB", v / 1e6) : format("%.2f GB", v / 1e9);
   }
 
- private:
+  // The file that --model, --demo, $DS4_MODEL or the default name means; an Error when there is none.
   std::string model_path() const {
     if (!o_.model.empty()) return o_.model;
     if (o_.demo) return "tests/data/nano.gguf";
@@ -9583,6 +9583,7 @@ class Runtime {
          "(Hugging Face has DeepSeek-V4-Flash GGUF files); 'make demo' needs none");
   }
 
+ private:
   Options o_;
   std::optional<Gguf> file_;
   std::optional<Vocab> vocab_;
@@ -9690,6 +9691,7 @@ static std::optional<std::string> prompt_text(const Options& o) {
 // The request of a one-shot run. Throws a usage error when there is no prompt or it is empty.
 static Request one_shot_request(Runtime& rt) {
   const Options& o = rt.options();
+  rt.model_path();                                // who has no model learns that first, not that stdin is empty
   const std::optional<std::string> text = prompt_text(o);
   const bool may_be_empty = o.command == Command::dump_tokens;
   if (!may_be_empty && text && text->empty()) fail_usage("the prompt is empty");
@@ -11018,6 +11020,8 @@ constexpr char kCommit[] = "";
 #ifndef DS4_NO_MAIN
 int main(int argc, char** argv) {
   signal(SIGPIPE, SIG_IGN);                       // a reader that goes away ends the program quietly, not by a signal
+  for (int fd = 0; fd < 3; fd++)                  // a stream that was closed fails when used, and no file takes its number
+    if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) != fd) return ds4::kExitBadInput;
   try {
     return ds4::run(argc, argv);
   } catch (const ds4::PipeClosed&) {

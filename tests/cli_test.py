@@ -202,6 +202,7 @@ def test_bad_input():
 def test_no_model():
     r = ds4("-p", "x", model=None)
     fails(r, 1, "-m", "DS4_MODEL", "ds4flash.gguf", "make demo")
+    fails(ds4(model=None), 1, "no model")           # rather than the empty stdin
     same(ds4(*GREEDY, "-p", "Hello", model=None, env={"DS4_MODEL": MODEL}).out, "Hello! How can I help you today?\n")
     os.symlink(MODEL, path("ds4flash.gguf"))
     same(ds4(*GREEDY, "-p", "Hello", model=None).out, "Hello! How can I help you today?\n")
@@ -245,6 +246,23 @@ def test_full_disk_is_an_error():
             p = subprocess.run([DS4, "-m", MODEL, *GREEDY, "-p", "Hello"], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=ENV)
         same(p.returncode, 1)
         holds(b"ds4: ", p.stderr)
+
+
+def test_closed_streams():
+    """A stream closed by the caller is an error when it is needed, and no file of ours takes its place."""
+    def closed(redirection, *args):
+        p = subprocess.run(["sh", "-c", 'exec "$@" ' + redirection, "sh", DS4, "-m", MODEL, *GREEDY, *args], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, env=ENV, cwd=TMP.name, timeout=60)
+        return Result(p.returncode, p.stdout, p.stderr)
+    fails(closed("<&-"), 1, "standard input")
+    same(closed("<&-", "-p", "Hello").out, "Hello! How can I help you today?\n")
+    fails(closed(">&-", "-p", "Hello"), 1, "standard output")
+    same(closed("2>&-", "-p", "Hello").out, "Hello! How can I help you today?\n")
+    r = closed("<&- >&- 2>&-", "-p", "Hello", "--dump-logits", "closed.f32")
+    same((r.code, r.out, r.err), (0, "", ""))
+    same(ds4("-p", "Hello", "--nothink", "--dump-logits", "open.f32").code, 0)
+    with open(path("closed.f32"), "rb") as a, open(path("open.f32"), "rb") as b:
+        assert a.read() == b.read()
 
 
 def test_interrupt():

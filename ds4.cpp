@@ -702,6 +702,28 @@ namespace ds4 {
 namespace DS4_ISA {
 namespace {
 
+#if DS4_PASS >= 2   // -- AVX2 and AVX-512 ----
+
+DS4_INLINE __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+DS4_INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+DS4_INLINE __m128i halves8(const uint8_t* p, size_t stride) {
+  return _mm_setr_epi16(load_le<int16_t>(p), load_le<int16_t>(p + stride), load_le<int16_t>(p + 2 * stride), load_le<int16_t>(p + 3 * stride),
+                        load_le<int16_t>(p + 4 * stride), load_le<int16_t>(p + 5 * stride), load_le<int16_t>(p + 6 * stride), load_le<int16_t>(p + 7 * stride));
+}
+// Grid entries by loads to all places and blends: no insertions, which wait for one port of Intel's, and no gathers, slow on AMD's.
+template <class I> DS4_INLINE __m256i grid8_half(const uint64_t* grid, const I* a) {
+  const __m256i u = _mm256_blend_epi32(_mm256_set1_epi64x(int64_t(grid[a[0]])), _mm256_set1_epi64x(int64_t(grid[a[1]])), 0x0c);
+  const __m256i v = _mm256_blend_epi32(_mm256_set1_epi64x(int64_t(grid[a[2]])), _mm256_set1_epi64x(int64_t(grid[a[3]])), 0xc0);
+  return _mm256_blend_epi32(u, v, 0xf0);
+}
+template <class I> DS4_INLINE __m256i grid4_half(const uint32_t* grid, const I* a) {
+  auto at = [&](int i) { return _mm256_set1_epi32(int32_t(grid[a[i]])); };
+  const __m256i u = _mm256_blend_epi32(_mm256_blend_epi32(at(0), at(1), 0x02), _mm256_blend_epi32(at(2), at(3), 0x08), 0x0c);
+  const __m256i v = _mm256_blend_epi32(_mm256_blend_epi32(at(4), at(5), 0x20), _mm256_blend_epi32(at(6), at(7), 0x80), 0xc0);
+  return _mm256_blend_epi32(u, v, 0xf0);
+}
+#endif
+
 #if DS4_PASS == 3   // -- AVX-512 with VNNI and VBMI (Ice Lake, Zen 4 and later) ----
 
 constexpr int kBias = 128;           // vpdpbusd multiplies unsigned by signed bytes
@@ -710,8 +732,6 @@ struct f32x16 { __m512 v; };
 struct i32x16 { __m512i v; };
 struct i8x64 { __m512i v; };
 
-DS4_INLINE __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-DS4_INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 DS4_INLINE __m512i load512(const void* p) { return _mm512_loadu_si512(p); }
 DS4_INLINE __mmask16 first_lanes(size_t n) { return __mmask16((1u << n) - 1); }
 
@@ -723,10 +743,6 @@ DS4_INLINE f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 DS4_INLINE f32x16 in_register(f32x16 a) { asm("" : "+v"(a.v)); return a; }   // GCC would load it again at every use
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(load256(p))}; }
-DS4_INLINE __m128i halves8(const uint8_t* p, size_t stride) {
-  return _mm_setr_epi16(load_le<int16_t>(p), load_le<int16_t>(p + stride), load_le<int16_t>(p + 2 * stride), load_le<int16_t>(p + 3 * stride),
-                        load_le<int16_t>(p + 4 * stride), load_le<int16_t>(p + 5 * stride), load_le<int16_t>(p + 6 * stride), load_le<int16_t>(p + 7 * stride));
-}
 DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) {      // sixteen halves, stride bytes apart
   return {_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(halves8(p, stride)), halves8(p + 8 * stride, stride), 1))};
 }
@@ -765,8 +781,12 @@ DS4_INLINE float reduce_max(f32x16 a) {
 DS4_INLINE f32x16 to_f32(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 DS4_INLINE i32x16 set1_i32(int32_t a) { return {_mm512_set1_epi32(a)}; }
 DS4_INLINE i32x16 load_i32(const void* p) { return {load512(p)}; }
+DS4_INLINE i32x16 odd_words(const void* p, const void* q) {
+  return {_mm512_permutex2var_epi32(load512(p), _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), load512(q))};
+}
+DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {_mm512_inserti64x4(_mm512_castsi256_si512(load256(p)), load256(q), 1)}; }
 DS4_INLINE i32x16 load_u8(const void* p) { return {_mm512_cvtepu8_epi32(load128(p))}; }
-DS4_INLINE i32x16 load_i16(const void* p) { return {_mm512_cvtepi16_epi32(load256(p))}; }
+DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {_mm512_cvtepi16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1))}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
 DS4_INLINE void store_low16(void* p, i32x16 a) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v)); }
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -786,6 +806,7 @@ DS4_INLINE i8x64 load8(const void* p, const void* q) { return {_mm512_inserti64x
 DS4_INLINE void store8(void* p, i8x64 a) { _mm512_storeu_si512(p, a.v); }
 DS4_INLINE i8x64 set1_8(int a) { return {_mm512_set1_epi8(char(a))}; }
 DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { return {_mm512_add_epi8(a.v, b.v)}; }
+DS4_INLINE i8x64 sub8(i8x64 a, i8x64 b) { return {_mm512_sub_epi8(a.v, b.v)}; }
 DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { return {_mm512_and_si512(a.v, b.v)}; }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { return {_mm512_slli_epi16(a.v, k)}; }
@@ -807,7 +828,23 @@ DS4_INLINE i8x64 mul_lanes(i8x64 a, const void* s) {
   return {_mm512_shuffle_epi8(_mm512_mullo_epi16(w, _mm512_set1_epi32(0x03020100)), a.v)};
 }
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { return {_mm512_mask_add_epi8(a.v, mask, a.v, _mm512_set1_epi8(char(c)))}; }
-DS4_INLINE i8x64 reflect_where(i8x64 a, uint64_t mask, int c) { return {_mm512_mask_sub_epi8(a.v, mask, _mm512_set1_epi8(char(c)), a.v)}; }
+DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { return {_mm512_mask_sub_epi8(a.v, load_le<uint64_t>(bits), _mm512_set1_epi8(char(c)), a.v)}; }
+DS4_INLINE i8x64 repeat8(const void* p) { return {_mm512_shuffle_epi8(_mm512_set1_epi64(load_le<int64_t>(p)), _mm512_set_epi64(0x0707070707070707, 0x0606060606060606, 0x0505050505050505, 0x0404040404040404, 0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000))}; }
+DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) {
+  const __m512i odd = _mm512_slli_epi16(_mm512_mullo_epi16(_mm512_srli_epi16(a.v, 8), _mm512_srli_epi16(b.v, 8)), 8);
+  return {_mm512_mask_blend_epi8(0x5555555555555555, odd, _mm512_mullo_epi16(a.v, b.v))};
+}
+DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
+  const __m512i l = _mm512_unpacklo_epi8(a.v, b.v), h = _mm512_unpackhi_epi8(a.v, b.v);
+  *lo = {_mm512_permutex2var_epi64(l, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), h)};
+  *hi = {_mm512_permutex2var_epi64(l, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), h)};
+}
+DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) {
+  const __m512i v = _mm512_cvtepu8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1));
+  return {_mm512_and_si512(_mm512_or_si512(v, _mm512_slli_epi16(v, 4)), _mm512_set1_epi8(15))};
+}
+template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { return {_mm512_inserti64x4(_mm512_castsi256_si512(grid8_half(grid, a)), grid8_half(grid, b), 1)}; }
+template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { return {_mm512_inserti64x4(_mm512_castsi256_si512(grid4_half(grid, a)), grid4_half(grid, a + 8), 1)}; }
 DS4_INLINE i8x64 digit3(i8x64 a) {
   const __m512i one = _mm512_set1_epi8(1);
   const __m512i d = _mm512_maskz_mov_epi8(_mm512_cmpge_epu8_mask(a.v, _mm512_set1_epi8(86)), one);
@@ -865,8 +902,6 @@ struct f32x16 { __m256 v[2]; };
 struct i32x16 { __m256i v[2]; };
 struct i8x64 { __m256i v[2]; };
 
-DS4_INLINE __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-DS4_INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 DS4_INLINE void store128(void* p, __m128i a) { _mm_storeu_si128(static_cast<__m128i*>(p), a); }
 DS4_INLINE void store256(void* p, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
 DS4_INLINE __m256i first_lanes(size_t n, int from) {             // lane i: all ones if from + i < n
@@ -881,10 +916,6 @@ DS4_INLINE f32x16 in_register(f32x16 a) { return a; }
 DS4_INLINE f32x16 load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { return {{_mm256_maskload_ps(p, first_lanes(n, 0)), _mm256_maskload_ps(p + 8, first_lanes(n, 8))}}; }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { return {{_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}}; }
-DS4_INLINE __m128i halves8(const uint8_t* p, size_t stride) {
-  return _mm_setr_epi16(load_le<int16_t>(p), load_le<int16_t>(p + stride), load_le<int16_t>(p + 2 * stride), load_le<int16_t>(p + 3 * stride),
-                        load_le<int16_t>(p + 4 * stride), load_le<int16_t>(p + 5 * stride), load_le<int16_t>(p + 6 * stride), load_le<int16_t>(p + 7 * stride));
-}
 DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { return {{_mm256_cvtph_ps(halves8(p, stride)), _mm256_cvtph_ps(halves8(p + 8 * stride, stride))}}; }
 DS4_INLINE __m256 bf16_half(const uint16_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16)); }
 DS4_INLINE f32x16 load_bf16(const uint16_t* p) { return {{bf16_half(p), bf16_half(p + 8)}}; }
@@ -938,9 +969,15 @@ DS4_INLINE float reduce_max(f32x16 a) {
 
 DS4_INLINE f32x16 to_f32(i32x16 a) { return {{_mm256_cvtepi32_ps(a.v[0]), _mm256_cvtepi32_ps(a.v[1])}}; }
 DS4_INLINE i32x16 set1_i32(int32_t a) { return {{_mm256_set1_epi32(a), _mm256_set1_epi32(a)}}; }
-DS4_INLINE i32x16 load_i32(const void* p) { return {{load256(p), load256(static_cast<const uint8_t*>(p) + 32)}}; }
+DS4_INLINE __m256i odd_words_half(const void* p) {
+  const __m256i v = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(load256(p)), _mm256_castsi256_ps(load256(static_cast<const uint8_t*>(p) + 32)), 0xdd));
+  return _mm256_permute4x64_epi64(v, 0xd8);
+}
+DS4_INLINE i32x16 odd_words(const void* p, const void* q) { return {{odd_words_half(p), odd_words_half(q)}}; }
+DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {{load256(p), load256(q)}}; }
+DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const uint8_t*>(p) + 32); }
 DS4_INLINE i32x16 load_u8(const void* p) { const __m128i b = load128(p); return {{_mm256_cvtepu8_epi32(b), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(b, b))}}; }
-DS4_INLINE i32x16 load_i16(const void* p) { return {{_mm256_cvtepi16_epi32(load128(p)), _mm256_cvtepi16_epi32(load128(static_cast<const uint8_t*>(p) + 16))}}; }
+DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {{_mm256_cvtepi16_epi32(load128(p)), _mm256_cvtepi16_epi32(load128(q))}}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { store256(p, a.v[0]); store256(static_cast<uint8_t*>(p) + 32, a.v[1]); }
 DS4_INLINE void store_low16(void* p, i32x16 a) {
   const __m256i m = _mm256_set1_epi32(0xffff);
@@ -963,6 +1000,7 @@ DS4_INLINE i8x64 load8(const void* p) { return load8(p, static_cast<const uint8_
 DS4_INLINE void store8(void* p, i8x64 a) { store256(p, a.v[0]); store256(static_cast<uint8_t*>(p) + 32, a.v[1]); }
 DS4_INLINE i8x64 set1_8(int a) { return {{_mm256_set1_epi8(char(a)), _mm256_set1_epi8(char(a))}}; }
 DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_add_epi8); }
+DS4_INLINE i8x64 sub8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_sub_epi8); }
 DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_xor_si256); }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_and_si256); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { return {{_mm256_slli_epi16(a.v[0], k), _mm256_slli_epi16(a.v[1], k)}}; }
@@ -989,22 +1027,38 @@ DS4_INLINE i8x64 mul_lanes(i8x64 a, const void* s) {
   constexpr int l0 = INT32_MIN + 0x8000, l1 = l0 + 0x10001, l2 = l1 + 0x10001, l3 = l2 + 0x10001;   // words: byte of the lane, zero
   return {{mul_lanes_half(a.v[0], w, l0, l1), mul_lanes_half(a.v[1], w, l2, l3)}};
 }
-DS4_INLINE __m256i bit_mask(uint32_t mask) {                     // byte i: all ones if bit i is set
+DS4_INLINE i8x64 repeat8(__m256i v) {                              // v: the eight bytes in each quad word
   const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  return {{_mm256_shuffle_epi8(v, spread), _mm256_shuffle_epi8(v, _mm256_or_si256(spread, _mm256_set1_epi8(4)))}};
+}
+DS4_INLINE i8x64 repeat8(const void* p) { return repeat8(_mm256_set1_epi64x(load_le<int64_t>(p))); }
+DS4_INLINE i8x64 bit_mask(__m256i v) {                             // byte i: all ones if bit i is set
   const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
-  return _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(int(mask)), spread), bit), bit);
+  const i8x64 b = repeat8(v);
+  return {{_mm256_cmpeq_epi8(_mm256_and_si256(b.v[0], bit), bit), _mm256_cmpeq_epi8(_mm256_and_si256(b.v[1], bit), bit)}};
 }
-DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) {
-  const __m256i k = _mm256_set1_epi8(char(c));
-  return {{_mm256_add_epi8(a.v[0], _mm256_and_si256(bit_mask(uint32_t(mask)), k)), _mm256_add_epi8(a.v[1], _mm256_and_si256(bit_mask(uint32_t(mask >> 32)), k))}};
+DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { return add8(a, and8(bit_mask(_mm256_set1_epi64x(int64_t(mask))), set1_8(c))); }
+DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) {   // c - a = (a ^ (c - 1)) + 1
+  const i8x64 m = bit_mask(_mm256_set1_epi64x(load_le<int64_t>(bits))), b = xor8(a, and8(m, set1_8(c - 1)));
+  return {{_mm256_sub_epi8(b.v[0], m.v[0]), _mm256_sub_epi8(b.v[1], m.v[1])}};
 }
-DS4_INLINE __m256i reflect_half(__m256i a, __m256i m, __m256i c) {   // m: -1 gives (~a + 1) + c
-  return _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(a, m), m), _mm256_and_si256(m, c));
+DS4_INLINE __m256i mul8_half(__m256i a, __m256i b) {
+  const __m256i odd = _mm256_slli_epi16(_mm256_mullo_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8)), 8);
+  return _mm256_or_si256(odd, _mm256_and_si256(_mm256_mullo_epi16(a, b), _mm256_set1_epi16(255)));
 }
-DS4_INLINE i8x64 reflect_where(i8x64 a, uint64_t mask, int c) {
-  const __m256i k = _mm256_set1_epi8(char(c));
-  return {{reflect_half(a.v[0], bit_mask(uint32_t(mask)), k), reflect_half(a.v[1], bit_mask(uint32_t(mask >> 32)), k)}};
+DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, mul8_half); }
+DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
+  for (int i = 0; i < 2; i++) {
+    const __m256i l = _mm256_unpacklo_epi8(a.v[i], b.v[i]), h = _mm256_unpackhi_epi8(a.v[i], b.v[i]);
+    *(i == 0 ? lo : hi) = {{_mm256_permute2x128_si256(l, h, 0x20), _mm256_permute2x128_si256(l, h, 0x31)}};
+  }
 }
+DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) {
+  const __m256i a = _mm256_cvtepu8_epi16(load128(p)), b = _mm256_cvtepu8_epi16(load128(q));
+  return and8({{_mm256_or_si256(a, _mm256_slli_epi16(a, 4)), _mm256_or_si256(b, _mm256_slli_epi16(b, 4))}}, set1_8(15));
+}
+template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { return {{grid8_half(grid, a), grid8_half(grid, b)}}; }
+template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { return {{grid4_half(grid, a), grid4_half(grid, a + 8)}}; }
 DS4_INLINE __m256i digit3_half(__m256i a) {
   const __m256i g = _mm256_cmpeq_epi8(_mm256_max_epu8(a, _mm256_set1_epi8(86)), a), h = _mm256_cmpeq_epi8(_mm256_max_epu8(a, _mm256_set1_epi8(char(171))), a);
   return _mm256_sub_epi8(_mm256_setzero_si256(), _mm256_add_epi8(g, h));
@@ -1117,14 +1171,17 @@ DS4_INLINE float reduce_max(f32x16 a) {
 
 DS4_INLINE f32x16 to_f32(i32x16 a) { DS4_EACH(f32x16, vcvtq_f32_s32(a.v[i])); }
 DS4_INLINE i32x16 set1_i32(int32_t a) { DS4_EACH(i32x16, vdupq_n_s32(a)); }
-DS4_INLINE i32x16 load_i32(const void* p) { DS4_EACH(i32x16, vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + 16 * i))); }
+DS4_INLINE int32x4_t words4(const void* p, int i) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + 16 * i)); }
+DS4_INLINE i32x16 odd_words(const void* p, const void* q) { DS4_EACH(i32x16, vuzp2q_s32(words4(i < 2 ? p : q, 2 * (i & 1)), words4(i < 2 ? p : q, 2 * (i & 1) + 1))); }
+DS4_INLINE i32x16 load_i32(const void* p, const void* q) { DS4_EACH(i32x16, words4(i < 2 ? p : q, i & 1)); }
+DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const uint8_t*>(p) + 32); }
 DS4_INLINE i32x16 load_u8(const void* p) {
   const uint8x16_t b = vld1q_u8(static_cast<const uint8_t*>(p));
   const uint16x8_t l = vmovl_u8(vget_low_u8(b)), h = vmovl_u8(vget_high_u8(b));
   return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(l))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(l))),
            vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(h))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(h)))}};
 }
-DS4_INLINE i32x16 load_i16(const void* p) { DS4_EACH(i32x16, vmovl_s16(vreinterpret_s16_u8(vld1_u8(static_cast<const uint8_t*>(p) + 8 * i)))); }
+DS4_INLINE i32x16 load_i16(const void* p, const void* q) { DS4_EACH(i32x16, vmovl_s16(vreinterpret_s16_u8(vld1_u8(static_cast<const uint8_t*>(i < 2 ? p : q) + 8 * (i & 1))))); }
 DS4_INLINE void store_i32(void* p, i32x16 a) { for (int i = 0; i < 4; i++) vst1q_u8(static_cast<uint8_t*>(p) + 16 * i, vreinterpretq_u8_s32(a.v[i])); }
 DS4_INLINE void store_low16(void* p, i32x16 a) { for (int i = 0; i < 4; i++) vst1_u8(static_cast<uint8_t*>(p) + 8 * i, vreinterpret_u8_s16(vmovn_s32(a.v[i]))); }
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { DS4_EACH(i32x16, vaddq_s32(a.v[i], b.v[i])); }
@@ -1144,6 +1201,7 @@ DS4_INLINE i8x64 load8(const void* p) { return load8(p, static_cast<const uint8_
 DS4_INLINE void store8(void* p, i8x64 a) { for (int i = 0; i < 4; i++) vst1q_u8(static_cast<uint8_t*>(p) + 16 * i, a.v[i]); }
 DS4_INLINE i8x64 set1_8(int a) { DS4_EACH(i8x64, vdupq_n_u8(uint8_t(a))); }
 DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vaddq_u8(a.v[i], b.v[i])); }
+DS4_INLINE i8x64 sub8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vsubq_u8(a.v[i], b.v[i])); }
 DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, veorq_u8(a.v[i], b.v[i])); }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vandq_u8(a.v[i], b.v[i])); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { DS4_EACH(i8x64, vshlq_n_u8(a.v[i], k)); }
@@ -1164,7 +1222,27 @@ DS4_INLINE uint8x16_t bit_mask(uint64_t mask, int i) {           // byte j: all 
   return vtstq_u8(vcombine_u8(lo, hi), bit);
 }
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, vaddq_u8(a.v[i], vandq_u8(bit_mask(mask, i), vdupq_n_u8(uint8_t(c))))); }
-DS4_INLINE i8x64 reflect_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, vbslq_u8(bit_mask(mask, i), vsubq_u8(vdupq_n_u8(uint8_t(c)), a.v[i]), a.v[i])); }
+DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { DS4_EACH(i8x64, vbslq_u8(bit_mask(load_le<uint64_t>(bits), i), vsubq_u8(vdupq_n_u8(uint8_t(c)), a.v[i]), a.v[i])); }
+DS4_INLINE i8x64 repeat8(const void* p) { const uint8_t* b = static_cast<const uint8_t*>(p); DS4_EACH(i8x64, vcombine_u8(vdup_n_u8(b[2 * i]), vdup_n_u8(b[2 * i + 1]))); }
+DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vmulq_u8(a.v[i], b.v[i])); }
+DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
+  for (int i = 0; i < 4; i++) {
+    i8x64* to = i < 2 ? lo : hi;
+    to->v[2 * i % 4] = vzip1q_u8(a.v[i], b.v[i]);
+    to->v[2 * i % 4 + 1] = vzip2q_u8(a.v[i], b.v[i]);
+  }
+}
+DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) {
+  const i8x64 n = nibbles(p, q);
+  return {{vzip1q_u8(n.v[0], n.v[1]), vzip2q_u8(n.v[0], n.v[1]), vzip1q_u8(n.v[2], n.v[3]), vzip2q_u8(n.v[2], n.v[3])}};
+}
+DS4_INLINE uint8x8_t grid_entry(const uint64_t* grid, size_t i) { return vld1_u8(reinterpret_cast<const uint8_t*>(grid + i)); }
+template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) {
+  DS4_EACH(i8x64, vcombine_u8(grid_entry(grid, (i < 2 ? a : b)[2 * (i & 1)]), grid_entry(grid, (i < 2 ? a : b)[2 * (i & 1) + 1])));
+}
+template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) {
+  DS4_EACH(i8x64, vreinterpretq_u8_u32(uint32x4_t{grid[a[4 * i]], grid[a[4 * i + 1]], grid[a[4 * i + 2]], grid[a[4 * i + 3]]}));
+}
 DS4_INLINE i8x64 digit3(i8x64 a) { DS4_EACH(i8x64, vsubq_u8(vdupq_n_u8(0), vaddq_u8(vcgeq_u8(a.v[i], vdupq_n_u8(86)), vcgeq_u8(a.v[i], vdupq_n_u8(171))))); }
 DS4_INLINE f32x16 bytes_to_f32(const void* w) {
   const int8x16_t b = vreinterpretq_s8_u8(vld1q_u8(static_cast<const uint8_t*>(w)));
@@ -1266,9 +1344,11 @@ DS4_INLINE float reduce_max(f32x16 a) {
 
 DS4_INLINE f32x16 to_f32(i32x16 a) { DS4_EACH(f32x16, float(a.v[i])); }
 DS4_INLINE i32x16 set1_i32(int32_t a) { DS4_EACH(i32x16, a); }
-DS4_INLINE i32x16 load_i32(const void* p) { i32x16 r; std::memcpy(r.v, p, 64); return r; }
+DS4_INLINE i32x16 odd_words(const void* p, const void* q) { DS4_EACH(i32x16, load_le<int32_t>(static_cast<const uint8_t*>(i < 8 ? p : q) + 8 * (i & 7) + 4)); }   // words 1 3 .. 15
+DS4_INLINE i32x16 load_i32(const void* p, const void* q) { i32x16 r; std::memcpy(r.v, p, 32); std::memcpy(r.v + 8, q, 32); return r; }
+DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const uint8_t*>(p) + 32); }
 DS4_INLINE i32x16 load_u8(const void* p) { DS4_EACH(i32x16, static_cast<const uint8_t*>(p)[i]); }
-DS4_INLINE i32x16 load_i16(const void* p) { DS4_EACH(i32x16, load_le<int16_t>(static_cast<const uint8_t*>(p) + 2 * i)); }
+DS4_INLINE i32x16 load_i16(const void* p, const void* q) { DS4_EACH(i32x16, load_le<int16_t>(static_cast<const uint8_t*>(i < 8 ? p : q) + 2 * (i & 7))); }
 DS4_INLINE void store_i32(void* p, i32x16 a) { std::memcpy(p, a.v, 64); }
 DS4_INLINE void store_low16(void* p, i32x16 a) { for (int i = 0; i < 16; i++) std::memcpy(static_cast<uint8_t*>(p) + 2 * i, &a.v[i], 2); }
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { DS4_EACH(i32x16, a.v[i] + b.v[i]); }
@@ -1288,6 +1368,7 @@ DS4_INLINE i8x64 load8(const void* p) { i8x64 r; std::memcpy(r.v, p, 64); return
 DS4_INLINE void store8(void* p, i8x64 a) { std::memcpy(p, a.v, 64); }
 DS4_INLINE i8x64 set1_8(int a) { DS4_EACH(i8x64, uint8_t(a)); }
 DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, uint8_t(a.v[i] + b.v[i])); }
+DS4_INLINE i8x64 sub8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, uint8_t(a.v[i] - b.v[i])); }
 DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, a.v[i] ^ b.v[i]); }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, a.v[i] & b.v[i]); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { DS4_EACH(i8x64, uint8_t(a.v[i] << k)); }                     // nothing may leave the byte
@@ -1300,7 +1381,19 @@ DS4_INLINE i8x64 lookup(const void* table, i8x64 a) { DS4_EACH(i8x64, static_cas
 // a < 4 times the low nibble of s[i / 16].
 DS4_INLINE i8x64 mul_lanes(i8x64 a, const void* s) { DS4_EACH(i8x64, uint8_t(a.v[i] * (static_cast<const uint8_t*>(s)[i / 16] & 15))); }
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, uint8_t(a.v[i] + (mask >> i & 1 ? c : 0))); }
-DS4_INLINE i8x64 reflect_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, uint8_t(mask >> i & 1 ? c - a.v[i] : a.v[i])); }
+// c - a where the bit is set; a < c, a power of two.
+DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { DS4_EACH(i8x64, uint8_t(static_cast<const uint8_t*>(bits)[i / 8] >> (i & 7) & 1 ? c - a.v[i] : a.v[i])); }
+DS4_INLINE i8x64 repeat8(const void* p) { DS4_EACH(i8x64, static_cast<const uint8_t*>(p)[i / 8]); }
+DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, uint8_t(a.v[i] * b.v[i])); }
+// a[0] b[0] a[1] b[1] ..: the first 64 to lo.
+DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
+  for (int i = 0; i < 64; i++) (i < 32 ? lo : hi)->v[2 * i % 64] = a.v[i], (i < 32 ? lo : hi)->v[2 * i % 64 + 1] = b.v[i];
+}
+// Low nibble, high nibble of p[0], of p[1] .. p[15], q[0] .. q[15].
+DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) { DS4_EACH(i8x64, (static_cast<const uint8_t*>(i < 32 ? p : q)[i % 32 / 2] >> 4 * (i & 1)) & 15); }
+// Grid entries of 8 bytes, number a[0] .. a[3], b[0] .. b[3]; of 4 bytes, number a[0] .. a[15].
+template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { DS4_EACH(i8x64, uint8_t(grid[i < 32 ? a[i / 8] : b[i / 8 - 4]] >> 8 * (i & 7))); }
+template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { DS4_EACH(i8x64, uint8_t(grid[a[i / 4]] >> 8 * (i & 3))); }
 DS4_INLINE i8x64 digit3(i8x64 a) { DS4_EACH(i8x64, uint8_t(a.v[i] * 3 >> 8)); }                                // top base-3 digit of a / 256
 // Sixteen weight bytes as dot_blocks takes them: unsigned where kBias is 128, else signed.
 DS4_INLINE f32x16 bytes_to_f32(const void* w) { DS4_EACH(f32x16, static_cast<const int8_t*>(w)[i]); }
@@ -1402,9 +1495,17 @@ DS4_INLINE uint64_t spread2(uint64_t x) {
   x = (x | x << 12) & 0x000f000f000f000fu;
   return (x | x << 6) & 0x0303030303030303u;
 }
+// The 4 lowest fields of three bits of both halves of x as bytes.
+DS4_INLINE uint64_t spread3(uint64_t x) {
+  constexpr uint64_t m = 0x0000000700000007u;
+  return (x & m) | (x << 5 & m << 8) | (x << 10 & m << 16) | (x << 15 & m << 24);
+}
+DS4_INLINE i32x16 spread3(i32x16 x) {
+  return or_(or_(and_bits(x, 7), and_bits(shl<5>(x), 7 << 8)), or_(and_bits(shl<10>(x), 7 << 16), and_bits(shl<15>(x), 7 << 24)));
+}
 // g.s = one signed scale per 16 values, as floats into e0 and e1.
 DS4_INLINE void split_scales(Group& g) {
-  const i32x16 w = load_i16(g.s);
+  const i32x16 w = load_i16(g.s, g.s + 16);
   store(g.e0, to_f32(sar<24>(shl<24>(w))));
   store(g.e1, to_f32(sar<8>(w)));
 }
@@ -1481,10 +1582,9 @@ static void unpack_q2_k(const uint8_t* p, size_t n, Group& g) {
       store8(q, mul_lanes(fields<0, 2>(b[i].q + 32 * h, 3), b[i].s + 8 * h));
       store8(q + 64, mul_lanes(fields<4, 6>(b[i].q + 32 * h, 3), b[i].s + 8 * h + 4));
     }
-    std::memcpy(g.s + 16 * i, b[i].s, 16);
   }
   const f32x16 m = m_pair(b, n);
-  const i32x16 s = load_i16(g.s);
+  const i32x16 s = load_i16(b[0].s, b[n - 1].s);
   store(g.d, d_pair(b, n));
   store(g.e0, mul(m, to_f32(and_bits(shr<4>(s), 15))));
   store(g.e1, mul(m, to_f32(and_bits(shr<12>(s), 15))));
@@ -1563,19 +1663,27 @@ static void unpack_tq2_0(const uint8_t* p, size_t n, Group& g) {
     }
   store(g.d, d_pair(b, n));
 }
+// Digit k of a byte is the top one of the byte times 3^k. The values: 5 digits of q[0..31], 5 of q[32..47], 4 of h.
+struct Tq1Tables {
+  uint8_t power[256];
+  uint8_t first32[64], first48[64];            // masks
+  uint8_t low16[64], last4[64];                // 0 .. 15 in each lane; places of h in the last 16 bytes of the block
+};
+constexpr Tq1Tables make_tq1_tables() {
+  Tq1Tables t{};
+  constexpr uint8_t kPowers[5] = {1, 3, 9, 27, 81};
+  for (size_t i = 0; i < 256; i++) t.power[i] = kPowers[i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4];
+  for (size_t i = 0; i < 64; i++) t.first32[i] = i < 32 ? 255 : 0, t.first48[i] = i < 48 ? 255 : 0, t.low16[i] = uint8_t(i % 16), t.last4[i] = uint8_t(10 + i % 4);
+  return t;
+}
+alignas(64) constexpr Tq1Tables kTq1Tables = make_tq1_tables();
 static void unpack_tq1_0(const uint8_t* p, size_t n, Group& g) {
   const BlockTQ1_0* b = reinterpret_cast<const BlockTQ1_0*>(p);
+  auto where = [](const uint8_t* mask, i8x64 x, i8x64 y) { return xor8(y, and8(xor8(x, y), load8(mask))); };
   for (size_t i = 0; i < n; i++) {
-    alignas(64) uint8_t t[64] = {};
-    std::memcpy(t, b[i].q, 52);
-    i8x64 v = load8(t);                                            // all bytes times 3^k, k = 0 .. 4
-    int8_t* q = g.q + 256 * i;
-    for (size_t k = 0; k < 5; k++, v = add8(v, add8(v, v))) {
-      store8(t, digit3(v));
-      std::memcpy(q + 32 * k, t, 32);
-      std::memcpy(q + 160 + 16 * k, t + 32, 16);
-      if (k < 4) std::memcpy(q + 240 + 4 * k, t + 48, 4);
-    }
+    const i8x64 a = load8(b[i].q, b[i].q), c = lookup(b[i].q + 32, load8(kTq1Tables.low16)), h = lookup(b[i].q + 38, load8(kTq1Tables.last4));
+    const i8x64 v[4] = {a, a, where(kTq1Tables.first32, a, c), where(kTq1Tables.first48, c, h)};
+    for (size_t k = 0; k < 4; k++) store8(g.q + 256 * i + 64 * k, digit3(mul8(v[k], load8(&kTq1Tables.power[64 * k]))));
   }
   store(g.d, d_pair(b, n));
 }
@@ -1586,99 +1694,119 @@ DS4_INLINE i32x16 with_parity(i32x16 s) {
   p = xor_(p, shr<2>(p));
   return or_(s, shl<7>(and_bits(xor_(p, shr<1>(p)), 0x01010101)));
 }
-// Sixteen words of 4 x 7 sign bits and a 4-bit scale on top: 64 bytes of signs; the scales become 2s + 1.
-DS4_INLINE f32x16 split_signs(const uint32_t* a, uint8_t* signs) {
-  const i32x16 v = load_i32(a);
+// Words of 4 x 7 sign bits and a 4-bit scale on top: 64 bytes of signs; the scales become 2s + 1.
+DS4_INLINE f32x16 split_signs(i32x16 v, uint8_t* signs) {
   const i32x16 s = or_(or_(and_bits(v, 0x7f), and_bits(shl<1>(v), 0x7f00)), or_(and_bits(shl<2>(v), 0x7f0000), and_bits(shl<3>(v), 0x7f000000)));
   store_i32(signs, with_parity(s));
   return to_f32(or_(shl<1>(shr<28>(v)), set1_i32(1)));
 }
-// Negates the values (q - c/2) of 256 whose sign bit is set.
-DS4_INLINE void apply_signs(int8_t* q, const uint8_t* signs, int c) {
-  for (size_t j = 0; j < 4; j++) store8(q + 64 * j, reflect_where(load8(q + 64 * j), load_le<uint64_t>(signs + 8 * j), c));
+// q = 256 values, looked up in grid by 32 or 64 numbers and negated (c - value) where their sign bit is set.
+template <class I>
+DS4_INLINE void unpack_grid(const uint64_t* grid, const I* index, const uint8_t* signs, int c, int8_t* q) {
+  for (size_t j = 0; j < 4; j++) store8(q + 64 * j, reflect_where(grid8(grid, index + 8 * j, index + 8 * j + 4), signs + 8 * j, c));
 }
+template <class I>
+DS4_INLINE void unpack_grid(const uint32_t* grid, const I* index, const uint8_t* signs, int c, int8_t* q) {
+  for (size_t j = 0; j < 4; j++) store8(q + 64 * j, reflect_where(grid4(grid, index + 16 * j), signs + 8 * j, c));
+}
+// g.s of block i = its sixteen scales 2s + 1 of four bits.
+DS4_INLINE void odd_scales(const uint8_t* s, size_t i, Group& g) {
+  const uint64_t one = 0x0101010101010101u, sc[2] = {spread4(load_le<uint32_t>(s)) << 1 | one, spread4(load_le<uint32_t>(s + 4)) << 1 | one};
+  std::memcpy(g.s + 16 * i, sc, 16);
+}
+// index[k] = low[k] | high[k] << 8, 64 of them.
+DS4_INLINE void join_bytes(i8x64 low, i8x64 high, uint16_t* index) {
+  i8x64 a, b;
+  zip8(low, high, &a, &b);
+  store8(index, a);
+  store8(index + 32, b);
+}
+
 static void unpack_iq2_xxs(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ2_XXS* b = reinterpret_cast<const BlockIQ2_XXS*>(p);
-  alignas(64) uint32_t a[16] = {};
+  store(g.d, mul(mul(d_pair(b, n), set1(0.125f)), split_signs(odd_words(b[0].g, b[n - 1].g), g.s)));
   for (size_t i = 0; i < n; i++)
-    for (size_t k = 0; k < 8; k++) {
-      for (size_t l = 0; l < 4; l++) std::memcpy(g.q + 256 * i + 32 * k + 8 * l, &kGrid2xxs[b[i].g[k].q[l]], 8);
-      std::memcpy(&a[8 * i + k], b[i].g[k].a, 4);
-    }
-  store(g.d, mul(mul(d_pair(b, n), set1(0.125f)), split_signs(a, g.s)));
-  for (size_t i = 0; i < n; i++) apply_signs(g.q + 256 * i, g.s + 32 * i, 128);
+    for (size_t k = 0; k < 8; k += 2)
+      store8(g.q + 256 * i + 32 * k, reflect_where(grid8(kGrid2xxs.data(), b[i].g[k].q, b[i].g[k + 1].q), g.s + 32 * i + 4 * k, 128));
 }
 static void unpack_iq2_xs(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ2_XS* b = reinterpret_cast<const BlockIQ2_XS*>(p);
   for (size_t i = 0; i < n; i++) {
-    for (size_t k = 0; k < 32; k++) std::memcpy(g.q + 256 * i + 8 * k, &kGrid2xs[b[i].q[k] & 511], 8);
-    alignas(32) uint8_t signs[32];
-    const i32x16 s = with_parity(and_bits(shr<9>(load_i32(b[i].q)), 0x007f007f));
+    alignas(64) uint8_t signs[32];
+    alignas(64) uint16_t index[32];
+    const i32x16 v = load_i32(b[i].q), s = with_parity(and_bits(shr<9>(v), 0x007f007f));
+    store_i32(index, and_bits(v, 0x01ff01ff));
     store_low16(signs, or_(s, shr<8>(s)));
-    apply_signs(g.q + 256 * i, signs, 128);
-    const uint64_t sc[2] = {spread4(load_le<uint32_t>(b[i].s)) << 1 | 0x0101010101010101u, spread4(load_le<uint32_t>(b[i].s + 4)) << 1 | 0x0101010101010101u};
-    std::memcpy(g.s + 16 * i, sc, 16);
+    unpack_grid(kGrid2xs.data(), index, signs, 128, g.q + 256 * i);
+    odd_scales(b[i].s, i, g);
   }
   store(g.d, mul(d_pair(b, n), set1(0.125f)));
   split_scales(g);
 }
 static void unpack_iq2_s(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ2_S* b = reinterpret_cast<const BlockIQ2_S*>(p);
+  alignas(64) uint8_t high[64] = {};
+  alignas(64) uint16_t index[64];
+  for (size_t i = 0; i < n; i++)
+    for (size_t k = 0; k < 4; k++) {
+      const uint64_t h = spread2(load_le<uint16_t>(b[i].h + 2 * k));
+      std::memcpy(high + 32 * i + 8 * k, &h, 8);
+    }
+  join_bytes(load8(b[0].q, b[n - 1].q), load8(high), index);
   for (size_t i = 0; i < n; i++) {
-    for (size_t k = 0; k < 32; k++) std::memcpy(g.q + 256 * i + 8 * k, &kGrid2s[b[i].q[k] | (b[i].h[k / 4] >> 2 * (k % 4) & 3) << 8], 8);
-    apply_signs(g.q + 256 * i, b[i].sg, 128);
-    const uint64_t sc[2] = {spread4(load_le<uint32_t>(b[i].s)) << 1 | 0x0101010101010101u, spread4(load_le<uint32_t>(b[i].s + 4)) << 1 | 0x0101010101010101u};
-    std::memcpy(g.s + 16 * i, sc, 16);
+    unpack_grid(kGrid2s.data(), index + 32 * i, b[i].sg, 128, g.q + 256 * i);
+    odd_scales(b[i].s, i, g);
   }
   store(g.d, mul(d_pair(b, n), set1(0.125f)));
   split_scales(g);
 }
 static void unpack_iq3_xxs(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ3_XXS* b = reinterpret_cast<const BlockIQ3_XXS*>(p);
-  alignas(64) uint32_t a[16] = {};
-  for (size_t i = 0; i < n; i++) {
-    for (size_t k = 0; k < 64; k++) std::memcpy(g.q + 256 * i + 4 * k, &kGrid3xxs[b[i].q[k]], 4);
-    std::memcpy(a + 8 * i, b[i].a, 32);
-  }
-  store(g.d, mul(mul(d_pair(b, n), set1(0.25f)), split_signs(a, g.s)));
-  for (size_t i = 0; i < n; i++) apply_signs(g.q + 256 * i, g.s + 32 * i, 128);
+  store(g.d, mul(mul(d_pair(b, n), set1(0.25f)), split_signs(load_i32(b[0].a, b[n - 1].a), g.s)));
+  for (size_t i = 0; i < n; i++) unpack_grid(kGrid3xxs.data(), b[i].q, g.s + 32 * i, 128, g.q + 256 * i);
 }
 static void unpack_iq3_s(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ3_S* b = reinterpret_cast<const BlockIQ3_S*>(p);
   for (size_t i = 0; i < n; i++) {
-    for (size_t k = 0; k < 64; k++) std::memcpy(g.q + 256 * i + 4 * k, &kGrid3s[b[i].q[k] | (b[i].h[k / 8] >> k % 8 & 1) << 8], 4);
-    apply_signs(g.q + 256 * i, b[i].sg, 32);
+    alignas(64) uint16_t index[64];
+    join_bytes(load8(b[i].q), add_where(set1_8(0), load_le<uint64_t>(b[i].h), 1), index);
+    unpack_grid(kGrid3s.data(), index, b[i].sg, 32, g.q + 256 * i);
     const uint64_t sc = spread4(load_le<uint32_t>(b[i].s)) << 1 | 0x0101010101010101u;
     std::memcpy(g.s + 8 * i, &sc, 8);
   }
   store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s))));
 }
+// q = 8 * grid + 9 + shift for 256 values; shift: +-1 for every 8.
+DS4_INLINE void unpack_grid1(const uint16_t* index, const uint8_t* shift, int8_t* q) {
+  for (size_t j = 0; j < 4; j++) store8(q + 64 * j, add8(grid8(kGrid1s.data(), index + 8 * j, index + 8 * j + 4), repeat8(shift + 8 * j)));
+}
 static void unpack_iq1_s(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ1_S* b = reinterpret_cast<const BlockIQ1_S*>(p);
-  for (size_t i = 0; i < n; i++) {
-    int8_t* q = g.q + 256 * i;
-    for (size_t k = 0; k < 32; k++) std::memcpy(q + 8 * k, &kGrid1s[b[i].q[k] | (b[i].h[k / 4] >> 3 * (k % 4) & 7) << 8], 8);
-    for (size_t k = 0; k < 8; k += 2) {
-      const uint64_t down = (b[i].h[k] >> 15) * 0xffffffffu | uint64_t((b[i].h[k + 1] >> 15) * 0xffffffffu) << 32;
-      store8(q + 32 * k, add_where(add8(load8(q + 32 * k), set1_8(1)), down, -2));
-    }
-    for (size_t k = 0; k < 8; k++) g.s[8 * i + k] = uint8_t((b[i].h[k] >> 12 & 7) * 2 + 1);
-  }
-  store(g.d, mul(mul(d_pair(b, n), set1(0.125f)), to_f32(load_u8(g.s))));
+  alignas(64) uint8_t shift[64];
+  alignas(64) uint16_t index[64];
+  const i32x16 h = load_i16(b[0].h, b[n - 1].h);                   // of each 32: 4 x 3 bits of numbers, scale, sign of the shift
+  store_i32(g.s, spread3(h));
+  store_i32(shift, or_(sar<31>(h), set1_i32(0x01010101)));
+  store(g.d, mul(mul(d_pair(b, n), set1(0.125f)), to_f32(or_(and_bits(shr<11>(h), 14), set1_i32(1)))));
+  join_bytes(load8(b[0].q, b[n - 1].q), load8(g.s), index);
+  for (size_t i = 0; i < n; i++) unpack_grid1(index + 32 * i, shift + 32 * i, g.q + 256 * i);
 }
 DS4_INLINE float iq1_m_scale(const BlockIQ1_M& b) {
   return f16_value(uint16_t(b.s[0] >> 12 | (b.s[1] >> 8 & 0xf0) | (b.s[2] >> 4 & 0xf00) | (b.s[3] & 0xf000)));
 }
 static void unpack_iq1_m(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ1_M* b = reinterpret_cast<const BlockIQ1_M*>(p);
+  alignas(64) uint8_t shift[64];
+  alignas(64) uint16_t index[64];
+  const i8x64 h = nibble_pairs(b[0].h, b[n - 1].h);                // of each 8: 3 bits of the number, sign of the shift
+  store8(shift, sub8(set1_8(1), shl8<1>(shr8<3>(h, 1))));
+  join_bytes(load8(b[0].q, b[n - 1].q), and8(h, set1_8(7)), index);
   for (size_t i = 0; i < n; i++) {
-    int8_t* q = g.q + 256 * i;
-    for (size_t k = 0; k < 32; k++) std::memcpy(q + 8 * k, &kGrid1s[b[i].q[k] | (b[i].h[k / 2] >> 4 * (k % 2) & 7) << 8], 8);
-    for (size_t k = 0; k < 4; k++) {
-      const uint64_t down = (spread4(load_le<uint32_t>(b[i].h + 4 * k)) >> 3 & 0x0101010101010101u) * 255;
-      store8(q + 64 * k, add_where(add8(load8(q + 64 * k), set1_8(1)), down, -2));
+    unpack_grid1(index + 32 * i, shift + 32 * i, g.q + 256 * i);
+    for (size_t k = 0; k < 4; k += 2) {
+      const uint64_t sc = spread3(b[i].s[k] | uint64_t(b[i].s[k + 1]) << 32) << 1 | 0x0101010101010101u;
+      std::memcpy(g.s + 16 * i + 4 * k, &sc, 8);
     }
-    for (size_t k = 0; k < 16; k++) g.s[16 * i + k] = uint8_t((b[i].s[k / 4] >> 3 * (k % 4) & 7) * 2 + 1);
   }
   store(g.d, mul(pair(iq1_m_scale(b[0]), iq1_m_scale(b[n - 1])), set1(0.125f)));
   split_scales(g);

@@ -23,7 +23,7 @@
 //   15  FORWARD     embed, layers, head: tokens in, logits out                                 14
 //   16  SAMPLER     penalties, temperature, top-k, top-p, min-p, draw                          2 6
 //   17  SESSION     prefix reuse, token loop, stop rules, statistics                           12 15 16
-//   18  TERMINAL    line editor, colour, progress, Ctrl-C                                      1
+//   18  TERMINAL    line editor, colour, progress, Ctrl-C                                      1 12
 //   19  CLI         option table, chat, scripts, inspection, benchmarks                        17 18
 //   20  MAIN        run, report the error, exit code                                           19
 //
@@ -210,6 +210,22 @@ constexpr uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 // Seconds of the monotonic clock.
 [[maybe_unused]] static double now_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Median time of f() in seconds, for benchmarks: one call to warm up and at least `least` more, then on for `budget`
+// seconds, at most `most` calls in all.
+template <class F>
+[[maybe_unused]] static double median_seconds(const F& f, double budget = 0.4, size_t least = 3, size_t most = 1000) {
+  std::vector<double> times;
+  const double begin = now_seconds();
+  do {
+    const double start = now_seconds();
+    f();
+    times.push_back(now_seconds() - start);
+  } while (times.size() < least + 1 || (now_seconds() - begin < budget && times.size() < most));
+  times.erase(times.begin());
+  std::nth_element(times.begin(), times.begin() + ptrdiff_t(times.size() / 2), times.end());
+  return times[times.size() / 2];
 }
 
 // Memory aligned to a cache line (64 bytes), zeroed; T must be trivial.
@@ -3568,13 +3584,11 @@ struct FaultRange {
   char path[256] = {};
 };
 static FaultRange g_fault_ranges[64];
-static void (*g_before_fault_exit)() = nullptr;    // async-signal-safe; the terminal restores itself here
 
 static void on_sigbus(int sig, siginfo_t* info, void*) {
   const uintptr_t at = uintptr_t(info->si_addr);
   for (const FaultRange& r : g_fault_ranges) {
     if (at < r.begin.load() || at >= r.end.load()) continue;
-    if (g_before_fault_exit) g_before_fault_exit();
     char line[400];
     size_t n = 0;
     auto put = [&](const char* s) { while (*s && n < sizeof line - 1) line[n++] = *s++; };
@@ -3838,7 +3852,6 @@ class Gguf {
   }
   size_t shard_count() const { return files_.size(); }
   const std::string& shard_path(const Tensor& t) const { return files_[t.shard]->path(); }
-  bool is_mapped() const { return !options_.no_mmap; }
 
   const std::vector<Tensor>& tensors() const { return tensors_; }
   const Tensor* find_tensor(std::string_view name) const {
@@ -5920,7 +5933,7 @@ static const char* kind_name(Json::Kind k) {
 std::string Json::describe() const {
   if (kind_ == Kind::kArray || kind_ == Kind::kObject) return kind_name(kind_);
   if (text_.size() > 40) return std::string(kind_name(kind_)) + " of " + std::to_string(text_.size()) + " bytes";
-  return terminal_safe(dump());
+  return dump();
 }
 
 const Json& Json::expect(Kind kind, const std::string& what) const {
@@ -6340,7 +6353,7 @@ class ChatRenderer {
       render_assistant(i);
     } else {
       fail("%s: \"role\" is \"%s\", expected system, developer, user, assistant, tool or latest_reminder", t.what.c_str(),
-           terminal_safe(t.role).c_str());
+           t.role.c_str());
     }
     const bool asks_on = i + 1 < turns_.size() && turns_[i + 1].role != "assistant" && turns_[i + 1].role != "latest_reminder";
     if (asks_on) return;
@@ -6357,7 +6370,7 @@ class ChatRenderer {
     bool known = false;
     for (std::string_view s : {"action", "query", "authority", "domain", "title", "read_url"}) known |= t.task == s;
     if (!known)
-      fail("%s: \"task\" is \"%s\", expected action, query, authority, domain, title or read_url", t.what.c_str(), terminal_safe(t.task).c_str());
+      fail("%s: \"task\" is \"%s\", expected action, query, authority, domain, title or read_url", t.what.c_str(), t.task.c_str());
     if (t.task == "action") open_answer(true);
     out_.trusted("<｜" + t.task + "｜>");
   }
@@ -7936,21 +7949,6 @@ struct SamplerParams {
   return stages;
 }
 
-// Throws a usage error naming the option whose value makes no sense.
-[[maybe_unused]] static void check_sampler(const SamplerParams& p) {
-  const auto want = [](bool ok, const char* option, double value, const char* range) {
-    if (!ok) fail_usage("%s: %g is out of range, expected %s", option, value, range);
-  };
-  want(p.temp >= 0 && std::isfinite(p.temp), "--temp", p.temp, "0 or more");
-  want(p.top_k >= 0, "--top-k", p.top_k, "0 (off) or more");
-  want(p.top_p >= 0 && p.top_p <= 1, "--top-p", p.top_p, "0 to 1");
-  want(p.min_p >= 0 && p.min_p <= 1, "--min-p", p.min_p, "0 to 1");
-  want(p.repeat_penalty > 0 && std::isfinite(p.repeat_penalty), "--repeat-penalty", double(p.repeat_penalty), "more than 0");
-  want(std::isfinite(p.presence), "--presence-penalty", double(p.presence), "a number");
-  want(std::isfinite(p.frequency), "--frequency-penalty", double(p.frequency), "a number");
-  want(p.repeat_last_n >= -1, "--repeat-last-n", p.repeat_last_n, "-1 (all), 0 (off) or more");
-}
-
 constexpr float kLowest = -0x1.fffffep127f;    // the lowest finite float
 constexpr float kLogitFloor = -1e30f;          // no penalised logit and no log-probability is below
 constexpr uint64_t kFullWeight = 1ull << 40;   // weight of the best candidate, see section 5
@@ -8436,19 +8434,10 @@ struct SamplerBenchRow {
       p.temp = c.temp, p.top_k = c.top_k, p.top_p = c.top_p, p.min_p = c.min_p;
       if (c.penalties) p.repeat_penalty = 1.1f, p.presence = 0.1f, p.frequency = 0.1f;
       const std::vector<float>& logits = c.flat ? equal : peaked;
-      const auto median = [&](double seconds, size_t min_runs, const auto& call) {
-        std::vector<double> t;
-        for (double start = now_seconds(); t.size() < min_runs || now_seconds() - start < seconds;) {
-          const double t0 = now_seconds();
-          call();
-          t.push_back(now_seconds() - t0);
-        }
-        std::sort(t.begin(), t.end());
-        return 1e6 * t[t.size() / 2];
-      };
-      const double ours = median(0.02, 5, [&] { sampler.sample(logits.data(), p, rng, history.data(), history.size()); });
-      const double plain = median(0, 3, [&] { sample_plainly(*kernels, logits.data(), size_t(n), p, rng, history.data(), history.size()); });
-      rows.push_back({c.name, n, ours, plain});
+      const int32_t* past = history.data();
+      const double ours = median_seconds([&] { sampler.sample(logits.data(), p, rng, past, history.size()); }, 0.02, 5);
+      const double plain = median_seconds([&] { sample_plainly(*kernels, logits.data(), size_t(n), p, rng, past, history.size()); }, 0, 3);
+      rows.push_back({c.name, n, 1e6 * ours, 1e6 * plain});
     }
   }
   return rows;
@@ -8495,7 +8484,7 @@ struct Answer {
   std::vector<int32_t> tokens;         // as sampled, the end token included
   Reply reply;                         // reasoning, text up to a stop text, calls: bytes as the model gave them
   Finish finish = Finish::stop;
-  size_t prompt_tokens = 0, cached_tokens = 0;
+  size_t prompt_tokens = 0, cached_tokens = 0, read_tokens = 0;      // read: computed now; fewer than the rest if interrupted
   double prompt_seconds = 0, seconds = 0;
   uint64_t hash = kFnvBasis;           // FNV-1a over every logits vector that was sampled from
   float margin = INFINITY;             // smallest gap between the two best logits
@@ -8645,6 +8634,7 @@ class Session {
     a.prompt_tokens = prompt.size();
     const double start = now_seconds();
     a.cached_tokens = read(prompt, progress);
+    a.read_tokens = cached_.size() - a.cached_tokens;
     a.prompt_seconds = now_seconds() - start;
     if (!is_at(prompt)) {
       a.finish = Finish::interrupted;
@@ -8708,7 +8698,7 @@ class Session {
 }  // namespace ds4
 
 // =============================================================================
-// 18. TERMINAL — colour policy, output, progress, Ctrl-C, line editor.   uses: 1
+// 18. TERMINAL — colour policy, output, progress, Ctrl-C, line editor.   uses: 1 12
 // =============================================================================
 // No escape byte ever reaches a stream that is not a terminal. Everything here degrades to plain
 // lines when stdin or stdout is redirected or TERM is "dumb".
@@ -8766,7 +8756,12 @@ static void write_out(std::string_view s) {
   va_start(args, fmt);
   const std::string s = vformat(fmt, args);
   va_end(args);
-  std::fprintf(stderr, "%s\n", s.c_str());
+  std::fprintf(stderr, "%s\n", terminal_safe(s).c_str());
+}
+
+// An error quotes files, options and messages, which may hold anything.
+[[maybe_unused]] static void print_error(std::string_view message) {
+  std::fprintf(stderr, "ds4: %s\n", terminal_safe(message).c_str());
 }
 
 static int terminal_columns() {
@@ -8831,7 +8826,7 @@ class Progress {
     width_ = std::max(width_, s.size());
   }
   void clear() {
-    if (width_) std::fprintf(stderr, "\r%*s\r", int(width_), "");
+    if (width_) std::fprintf(stderr, "\r%*s\r", int(width_) + 2, "");      // 2: an echoed ^C
     width_ = 0;
   }
 
@@ -9470,7 +9465,7 @@ static const Option kOptions[] = {
 
   {"", "", "#Answer", false, nullptr},
   {"-n, --tokens", "N", "most tokens to generate (default: to the end of the turn)", true,
-   [](Options& o, const OptionValue& v) { o.generate.max_tokens = int64_t(v.uint(1, INT32_MAX)); }},
+   [](Options& o, const OptionValue& v) { o.generate.max_tokens = v.text == "unlimited" ? INT64_MAX : int64_t(v.uint(1, INT32_MAX)); }},
   {"--temp", "F", "temperature, 1 by default; 0 is greedy", true,
    [](Options& o, const OptionValue& v) { o.generate.sampler.temp = v.number(0, 1e6); }},
   {"--top-k", "N", "keep the N most probable tokens (0: off)", true,
@@ -9680,9 +9675,9 @@ class Runtime {
     }
   }
   // What measurements depend on.
-  std::vector<std::pair<std::string, std::string>> facts() {
+  Json facts() {
     const RunOptions r = engine_ ? engine_->options() : run_options();
-    return {{"threads", std::to_string(r.threads)}, {"isa", r.kernels->name}, {"file", file().path()}};
+    return Json::object().set("threads", r.threads).set("isa", r.kernels->name).set("file", file().path());
   }
 
   void warn_once(const std::string& message) {
@@ -9801,10 +9796,17 @@ static std::vector<int32_t> parse_ids(std::string_view text, const std::string& 
   }
   while (at != text.npos) {
     const size_t end = std::min(text.find_first_of(kSpace, at), text.size());
-    add(Json::parse(text.substr(at, end - at), what));
+    const std::string_view word = text.substr(at, end - at);
+    add(word.find_first_not_of("0123456789") == word.npos ? Json::number(std::string(word)) : Json(word));
     at = text.find_first_not_of(kSpace, end);
   }
   return ids;
+}
+
+static Json ids_json(const std::vector<int32_t>& ids) {
+  Json out = Json::array();
+  for (const int32_t id : ids) out.push(id);
+  return out;
 }
 
 // The text of -p and -f together: TEXT, a blank line, the file. A piped stdin is read when nothing else is given.
@@ -9901,15 +9903,22 @@ class AnswerPrinter {
 
 static std::string hash_text(uint64_t hash) { return format("%08x", uint32_t(hash)); }
 
+static bool wants_stats(const Options& o) { return !g_quiet && o.stats.value_or(g_streams.err_tty); }
+
 // "prompt 52 tok 31.2 t/s | answer 118 tok 9.4 t/s 15.1 GB/s | ctx 170/32768 | #1f3a9c02"; the prompt without what the
-// cache held.
+// cache held. The last token of a full context was sampled but has no place in it.
 static std::string stats_line(Runtime& rt, const Answer& a) {
-  const size_t read = a.prompt_tokens - a.cached_tokens, n = a.tokens.size();
+  const size_t n = a.tokens.size(), ctx = rt.session().engine().ctx();
   const auto rate = [](size_t count, double seconds) { return seconds > 0 ? double(count) / seconds : 0.0; };
   const double speed = rate(n ? n - 1 : 0, a.seconds);      // the first token comes from the prompt's last logits
-  return format("prompt %zu tok %.1f t/s | answer %zu tok %.1f t/s %.1f GB/s | ctx %zu/%u | #%s", read,
-                rate(read, a.prompt_seconds), n, speed, speed * double(bytes_per_token(rt.model())) / 1e9, a.prompt_tokens + n,
-                rt.session().engine().ctx(), hash_text(a.hash).c_str());
+  return format("prompt %zu tok %.1f t/s | answer %zu tok %.1f t/s %.1f GB/s | ctx %zu/%zu | #%s", a.read_tokens,
+                rate(a.read_tokens, a.prompt_seconds), n, speed, speed * double(bytes_per_token(rt.model())) / 1e9,
+                std::min(a.cached_tokens + a.read_tokens + n, ctx), ctx, hash_text(a.hash).c_str());
+}
+
+// The statistics line, if it is wanted.
+static void print_stats(Runtime& rt, const Answer& a) {
+  if (wants_stats(rt.options())) note("%s", stats_line(rt, a).c_str());
 }
 
 static Json milliseconds(double seconds) { return Json::number(format("%.3f", 1e3 * seconds)); }
@@ -9953,8 +9962,6 @@ static uint64_t random_seed() {
   return seed >> 32;                           // short enough to be typed again
 }
 
-static bool wants_stats(const Options& o) { return !g_quiet && o.stats.value_or(g_streams.err_tty && !o.json); }
-
 // Runs a request and shows its answer; `seed` is printed when it was drawn.
 static Answer run_request(Runtime& rt, const Request& r, Rng& rng, AnswerPrinter& printer) {
   Progress progress("reading");
@@ -9981,14 +9988,13 @@ static void explain_finish(Runtime& rt, const Answer& a) {
   const uint32_t ctx = rt.session().engine().ctx();
   if (!rt.options().json)
     for (const ToolCall& call : a.reply.calls)
-      note("call %s: %s %s", call.id.c_str(), terminal_safe(call.name).c_str(), terminal_safe(call.arguments.dump()).c_str());
+      note("call %s: %s %s", call.id.c_str(), call.name.c_str(), call.arguments.dump().c_str());
   if (a.finish == Finish::context)
     note("ds4: the context is full: %zu prompt and %zu answer tokens of %u; a larger --ctx (/ctx N) or a new chat (/clear) helps",
          a.prompt_tokens, a.tokens.size(), ctx);
   if (a.finish == Finish::loop) note("ds4: stopped: the answer repeats itself (--loop-stop)");
   if (a.finish == Finish::fault)
-    std::fprintf(stderr, "ds4: numerical fault: none of the %u logits is finite; --check looks for broken weights\n",
-                 rt.model().shape.n_vocab);
+    print_error(format("numerical fault: none of the %u logits is finite; --check looks for broken weights", rt.model().shape.n_vocab));
 }
 
 static int exit_code(Finish f) { return f == Finish::fault ? kExitFault : f == Finish::interrupted ? kExitInterrupted : kExitOk; }
@@ -10006,7 +10012,7 @@ static int run_one_shot(Runtime& rt) {
   if (o.json) print_out("%s\n", answer_json(rt, a, generate_options(o, r), seed).dump().c_str());
   explain_finish(rt, a);
   if (!o.seed && o.generate.sampler.temp > 0 && !o.json) note("seed %llu", (unsigned long long)seed);
-  if (wants_stats(o)) note("%s", stats_line(rt, a).c_str());
+  print_stats(rt, a);
   return exit_code(a.finish);
 }
 
@@ -10050,16 +10056,14 @@ static ScriptCase read_case(Runtime& rt, Json json, std::string what, uint32_t d
   }
   if (c.request.ids.empty()) fail("%s: the prompt is empty", what.c_str());
   GenerateOptions& g = c.generate = generate_options(o, c.request);
-  const auto number = [&](const char* key, const char* option, auto& to, double otherwise) {
-    if (!was_given(o, option)) to = std::remove_reference_t<decltype(to)>(c.json.double_or(key, otherwise, what));
-  };
-  number("n", "-n", g.max_tokens, double(INT64_C(1) << 40));
-  number("temp", "--temp", g.sampler.temp, 0);
-  number("top_k", "--top-k", g.sampler.top_k, 0);
-  number("top_p", "--top-p", g.sampler.top_p, 1);
-  number("min_p", "--min-p", g.sampler.min_p, 0.05);
-  if (g.max_tokens < 1 || g.sampler.temp < 0 || g.sampler.top_k < 0 || !(g.sampler.top_p >= 0 && g.sampler.top_p <= 1) ||
-      !(g.sampler.min_p >= 0 && g.sampler.min_p <= 1))
+  if (!was_given(o, "-n")) g.max_tokens = c.json.int_or("n", INT64_MAX, what);
+  if (!was_given(o, "--temp")) g.sampler.temp = c.json.double_or("temp", 0, what);
+  if (!was_given(o, "--top-p")) g.sampler.top_p = c.json.double_or("top_p", 1, what);
+  if (!was_given(o, "--min-p")) g.sampler.min_p = c.json.double_or("min_p", 0.05, what);
+  const int64_t top_k = was_given(o, "--top-k") ? g.sampler.top_k : c.json.int_or("top_k", 0, what);
+  g.sampler.top_k = int32_t(std::clamp<int64_t>(top_k, 0, INT32_MAX));
+  const auto in = [](double v, double lo, double hi) { return v >= lo && v <= hi; };      // false for NaN
+  if (g.max_tokens < 1 || top_k < 0 || !in(g.sampler.temp, 0, 1e6) || !in(g.sampler.top_p, 0, 1) || !in(g.sampler.min_p, 0, 1))
     fail("%s: one of \"n\", \"temp\", \"top_k\", \"top_p\", \"min_p\" is out of range", what.c_str());
   c.seed = o.seed ? *o.seed : uint64_t(c.json.int_or("seed", 0, what));
   if (const Json* stop = c.json.find("stop"); stop && !was_given(o, "--stop")) {
@@ -10076,29 +10080,29 @@ static std::string excerpt(std::string_view text, size_t at, size_t most = 40) {
   return at >= text.size() ? "the end" : Json(text.substr(at, most)).dump() + (text.size() > at + most ? "..." : "");
 }
 
-// "" or why the lines of the reply do not hold the facts: each Name=number is exactly one line, and no line gives the
-// name another number.
+// "" or why the reply does not hold the facts: of its lines, trimmed, exactly one is Name=number, and none gives the name
+// another number.
 static std::string facts_failure(std::string_view reply, const Json& facts) {
-  std::map<std::string, std::vector<std::string>> found;
-  for (size_t at = 0; at <= reply.size();) {
-    const size_t end = std::min(reply.find('\n', at), reply.size());
-    std::string_view line = reply.substr(at, end - at);
-    at = end + 1;
-    const auto trim = [](std::string_view s) {
-      const size_t b = s.find_first_not_of(" \t\r"), e = s.find_last_not_of(" \t\r");
-      return b == s.npos ? std::string_view() : s.substr(b, e + 1 - b);
-    };
-    line = trim(line);
-    if (const size_t equals = line.find('='); equals != line.npos)
-      found[std::string(trim(line.substr(0, equals)))].emplace_back(trim(line.substr(equals + 1)));
-  }
+  const auto trim = [](std::string_view s) {
+    const size_t b = std::min(s.find_first_not_of(" \t\r"), s.size());
+    return s.substr(b, s.find_last_not_of(" \t\r") + 1 - b);
+  };
   for (size_t i = 0; i < facts.size(); i++) {
-    const std::vector<std::string>& values = found[facts.key(i)];
-    const std::string& wanted = facts[i].text();
-    if (values.size() == 1 && values[0] == wanted) continue;
+    const std::string& name = facts.key(i);
+    const std::string wanted = name + "=" + facts[i].text();
+    size_t exact = 0, other = 0;
     std::string got;
-    for (const std::string& v : values) got += (got.empty() ? "" : " and ") + v;
-    return "facts: " + facts.key(i) + " is " + (values.empty() ? "missing" : got) + ", expected once " + wanted;
+    for (size_t at = 0; at <= reply.size();) {
+      const size_t end = std::min(reply.find('\n', at), reply.size());
+      const std::string_view line = trim(reply.substr(at, end - at));
+      at = end + 1;
+      const size_t equals = line.find('=');
+      if (equals == line.npos || trim(line.substr(0, equals)) != name) continue;
+      exact += line == wanted;
+      other += trim(line.substr(equals + 1)) != facts[i].text();
+      got += (got.empty() ? "" : " and ") + std::string(line);
+    }
+    if (exact != 1 || other) return "facts: " + (got.empty() ? name + " is missing" : got) + ", expected one line " + wanted;
   }
   return "";
 }
@@ -10141,26 +10145,23 @@ static std::string case_failure(const Vocab& vocab, const ScriptCase& c, const A
     if (const std::string s = facts_failure(text, facts->as_object(c.what + ": \"facts\"")); !s.empty()) why.push_back(s);
   if (const std::string h = c.json.string_or("hash", "", c.what); !h.empty() && h != hash_text(a.hash))
     why.push_back("hash: " + hash_text(a.hash) + ", expected " + h);
-  if (const std::string f = c.json.string_or("finish", "", c.what); !f.empty() && f != finish_name(a.finish))
-    why.push_back(std::string("finish: ") + finish_name(a.finish) + ", expected " + f);
+  const std::string finish = c.json.string_or("finish", "", c.what);
+  if (finish.empty() ? a.finish == Finish::fault : finish != finish_name(a.finish))
+    why.push_back(std::string("finish: ") + finish_name(a.finish) + ", expected " + (finish.empty() ? "no fault" : finish));
   std::string s;
   for (const std::string& w : why) s += (s.empty() ? "" : "; ") + w;
   return s;
 }
 
-// Puts what was observed into every expectation the case has; a case without any gets text and hash.
-static void update_case(Json& j, const Answer& a) {
+// The case with what was observed in every expectation it has; one without any gets text and hash.
+static Json updated_case(Json j, const Answer& a) {
   const auto has = [&](const char* key) { return j.find(key) != nullptr; };
   const bool none = !has("text") && !has("contains") && !has("facts") && !has("tokens_out") && !has("hash") && !has("finish");
   const std::string& text = a.reply.text;
   if (none || has("text")) j.set("text", text);
   if (none || has("hash")) j.set("hash", hash_text(a.hash));
   if (has("finish")) j.set("finish", finish_name(a.finish));
-  if (has("tokens_out")) {
-    Json ids = Json::array();
-    for (int32_t id : a.tokens) ids.push(id);
-    j.set("tokens_out", std::move(ids));
-  }
+  if (has("tokens_out")) j.set("tokens_out", ids_json(a.tokens));
   if (Json* parts = j.find("contains"))
     for (size_t i = 0; i < parts->size(); i++)
       if (text.find((*parts)[i].text()) == text.npos) {
@@ -10174,64 +10175,73 @@ static void update_case(Json& j, const Answer& a) {
       const size_t from = at + facts->key(i).size() + 1;
       facts->item(i) = Json(text.substr(from, std::min(text.find('\n', from), text.size()) - from));
     }
+  return j;
+}
+
+struct CaseResult {
+  Answer answer;
+  std::string why;                             // "": every expectation holds
+  bool ran = false;                            // there is an answer to judge
+};
+
+static CaseResult run_case(Runtime& rt, const ScriptCase& c) {
+  CaseResult r;
+  std::vector<int32_t> expected;
+  const Json* ids = c.json.find("tokens_out");
+  if (ids) expected = parse_ids(ids->dump(), c.what + ": \"tokens_out\"", INT32_MAX);
+  Rng rng(c.seed);
+  Progress progress("reading");
+  try {
+    r.answer = rt.session().answer(
+        c.request.ids, c.generate, rng, {}, [&](size_t done, size_t total) { progress.show(done, total); }, ids ? &expected : nullptr);
+    r.why = case_failure(rt.vocab(), c, r.answer, expected);
+    r.ran = r.answer.finish != Finish::fault;
+  } catch (const Error& e) {                   // a prompt longer than the context: the case's fault, not the script's
+    r.why = e.what();
+  }
+  return r;
+}
+
+static Json result_json(Runtime& rt, const ScriptCase& c, const CaseResult& r) {
+  Json out = Json::object().set("name", c.name).set("pass", r.why.empty());
+  if (!r.why.empty()) out.set("why", r.why);
+  const Json rest = answer_json(rt, r.answer, c.generate, c.seed);
+  for (size_t i = 0; i < rest.size(); i++) out.set(rest.key(i), rest[i]);
+  const float margin = std::isfinite(r.answer.margin) ? r.answer.margin : 0.0f;
+  return out.set("tokens_out", ids_json(r.answer.tokens)).set("margin", Json::number(format("%.4f", double(margin))));
 }
 
 static int run_script(Runtime& rt) {
-  Options& o = rt.options();
+  const Options& o = rt.options();
   const std::string path = o.command_arg, text = read_file(path);
   rt.session();
   InterruptScope interrupts;
   std::string updated;
-  size_t passed = 0, failed = 0, line_number = 0;
+  size_t passed = 0, failed = 0, not_run = 0, line_number = 0;
   const uint32_t default_ctx = o.run.ctx;
   bool interrupted = false;
-  for (size_t at = 0; at < text.size();) {
+  for (size_t at = 0; at < text.size() && !interrupted;) {
     const size_t end = std::min(text.find('\n', at), text.size());
-    const std::string_view line = std::string_view(text).substr(at, end - at);
+    std::string line = text.substr(at, end - at);
     at = end + 1;
     line_number++;
-    if (line.find_first_not_of(" \t\r") == line.npos) {
-      updated += std::string(line) + "\n";
-      continue;
+    if (line.find_first_not_of(" \t\r") != line.npos) {
+      const std::string what = format("%s: line %zu", path.c_str(), line_number);
+      const ScriptCase c = read_case(rt, Json::parse(line, what), what, default_ctx);
+      const CaseResult r = run_case(rt, c);
+      if ((interrupted = r.answer.finish == Finish::interrupted)) break;
+      (r.why.empty() ? passed : failed)++;
+      not_run += !r.ran;
+      print_out("%s\n", result_json(rt, c, r).dump().c_str());
+      if (!r.why.empty()) note("FAILED %s: %s", c.name.empty() ? what.c_str() : c.name.c_str(), r.why.c_str());
+      print_stats(rt, r.answer);
+      if (o.update && r.ran) line = updated_case(c.json, r.answer).dump();
     }
-    const std::string what = format("%s: line %zu", path.c_str(), line_number);
-    ScriptCase c = read_case(rt, Json::parse(line, what), what, default_ctx);
-    std::vector<int32_t> expected;
-    if (const Json* ids = c.json.find("tokens_out")) expected = parse_ids(ids->dump(), c.what + ": \"tokens_out\"", INT32_MAX);
-    Rng rng(c.seed);
-    Progress progress("reading");
-    Answer a;
-    std::string why;
-    try {
-      a = rt.session().answer(
-          c.request.ids, c.generate, rng, {}, [&](size_t done, size_t total) { progress.show(done, total); },
-          c.json.find("tokens_out") ? &expected : nullptr);
-      why = case_failure(rt.vocab(), c, a, expected);
-    } catch (const Error& e) {                   // a prompt longer than the context: the case's fault, not the script's
-      why = e.what();
-    }
-    progress.clear();
-    if ((interrupted = a.finish == Finish::interrupted)) break;
-    (why.empty() ? passed : failed)++;
-    Json out = Json::object().set("name", c.name).set("pass", why.empty());
-    if (!why.empty()) out.set("why", why);
-    const Json rest = answer_json(rt, a, c.generate, c.seed);
-    for (size_t i = 0; i < rest.size(); i++) out.set(rest.key(i), rest[i]);
-    Json ids = Json::array();
-    for (int32_t id : a.tokens) ids.push(id);
-    out.set("tokens_out", std::move(ids))
-        .set("margin", Json::number(format("%.4f", double(std::isfinite(a.margin) ? a.margin : 0.0f))));
-    print_out("%s\n", out.dump().c_str());
-    if (!why.empty()) note("FAILED %s: %s", c.name.empty() ? what.c_str() : c.name.c_str(), terminal_safe(why).c_str());
-    if (wants_stats(o)) note("%s", stats_line(rt, a).c_str());
-    if (o.update) {
-      update_case(c.json, a);
-      updated += c.json.dump() + "\n";
-    }
+    updated += line + "\n";
   }
   if (o.update && !interrupted) write_file(path, updated);
   std::fprintf(stderr, "%zu passed, %zu failed\n", passed, failed);
-  return interrupted ? kExitInterrupted : failed && !o.update ? kExitMismatch : kExitOk;
+  return interrupted ? kExitInterrupted : (o.update ? not_run : failed) ? kExitMismatch : kExitOk;
 }
 
 // -- chat ----
@@ -10268,7 +10278,7 @@ class Chat {
           say(!m.block && m.text[0] == '/' ? m.text.substr(1) : m.text);
         }
       } catch (const Error& e) {
-        std::fprintf(stderr, "ds4: %s\n", e.what());
+        print_error(e.what());
       }
     }
   }
@@ -10307,13 +10317,12 @@ class Chat {
   void turn(const State& before) {
     try {
       Request r;
-      const bool keep = keep_thinking();
-      const ChatOptions c = chat_options(rt_, o_.think, keep);
+      const ChatOptions c = chat_options(rt_, o_.think, keep_thinking_);
       Json messages = state_.messages;
       if (o_.system) messages = with_system(std::move(messages), *o_.system);
       if (!tools_.is_null()) messages = with_tools(std::move(messages), tools_);
       const size_t added = messages.size() - state_.messages.size();
-      if (!keep || state_.held == 0) {
+      if (!keep_thinking_ || state_.held == 0) {
         r = chat_request(rt_, messages, c);
       } else {
         r.ids = state_.ids;
@@ -10327,7 +10336,7 @@ class Chat {
       last_ = run_request(rt_, r, rng_, printer);
       if (o_.json) print_out("%s\n", answer_json(rt_, last_, generate_options(o_, r), seed_).dump().c_str());
       explain_finish(rt_, last_);
-      if (wants_stats(o_)) note("%s", stats_line(rt_, last_).c_str());
+      print_stats(rt_, last_);
       InterruptScope::take();
       if (last_.tokens.empty()) {
         if (last_.finish == Finish::interrupted) note("(interrupted before the answer began: the message is taken back)");
@@ -10352,9 +10361,6 @@ class Chat {
     }
   }
 
-  // Earlier reasoning stays unless `/set keep-thinking off`.
-  bool keep_thinking() const { return keep_thinking_; }
-
   // The transcript is rendered anew at the next turn: its beginning has changed.
   void render_again() {
     state_.ids.clear();
@@ -10368,7 +10374,7 @@ class Chat {
   // False when the chat is to end. Throws Error, with nothing changed, for a bad argument.
   bool command(const std::string& line) {
     const size_t space = std::min(line.find(' '), line.size());
-    const std::string name = line.substr(1, space - 1);
+    std::string name = line.substr(1, space - 1);
     std::string arg = line.substr(std::min(line.find_first_not_of(' ', space), line.size()));
     arg.resize(arg.find_last_not_of(' ') + 1);
     struct Entry {
@@ -10378,7 +10384,7 @@ class Chat {
       void (Chat::*run)(const std::string&);
     };
     static const Entry kCommands[] = {
-      {"help", 0, "/help                this list", &Chat::help},
+      {"help", 0, "/help                this list", nullptr},
       {"clear", 0, "/clear               start anew; system prompt, tools and settings stay", &Chat::clear},
       {"regen", 0, "/regen               another answer to the last message", &Chat::regenerate},
       {"read", 1, "/read FILE           send the text of a file", &Chat::read},
@@ -10394,21 +10400,20 @@ class Chat {
       {"stats", 0, "/stats               statistics of the last answer", &Chat::stats},
       {"quit", 0, "/quit                leave (also /exit, /bye, Ctrl-D)", nullptr},
     };
-    if (name == "quit" || name == "exit" || name == "bye") return false;
+    if (name == "exit" || name == "bye") name = "quit";
     for (const Entry& e : kCommands) {
       if (name != e.name) continue;
       if (e.arguments == 0 && !arg.empty()) fail("/%s takes no argument", e.name);
       if (e.arguments == 1 && arg.empty()) fail("usage: %s", e.usage);
-      if (name != "help") return (this->*e.run)(arg), true;
+      if (e.run) return (this->*e.run)(arg), true;
+      if (name == "quit") return false;
       for (const Entry& other : kCommands) note("  %s", other.usage);
       note("  \"\"\" opens and closes a block, \\ at the end continues a line, Ctrl-J makes a new one; //text sends /text");
       return true;
     }
-    fail("unknown command /%s; /help lists them, //%s sends it as text", terminal_safe(name).c_str(),
-         terminal_safe(name).c_str());
+    fail("unknown command /%s; /help lists them, //%s sends it as text", name.c_str(), name.c_str());
   }
 
-  void help(const std::string&) {}
   void clear(const std::string&) {
     state_ = State();
     can_regenerate_ = false;
@@ -10416,24 +10421,17 @@ class Chat {
   }
   void regenerate(const std::string&) {
     if (!can_regenerate_) fail("there is no answer to make again");
-    const State now = state_;
-    State again = before_;
-    again.messages = now.messages;
-    while (again.messages.size() > before_.messages.size() && last_role(again.messages) == "assistant")
-      again.messages = without_last(again.messages);
-    state_ = again;
-    const State base = before_;
+    const State now = state_, base = before_;
+    state_ = base;
+    state_.messages = Json::array();
+    for (size_t i = 0; i + 1 < now.messages.size(); i++) state_.messages.push(now.messages[i]);      // all but the answer
     turn(now);
     before_ = base;
   }
-  static std::string last_role(const Json& messages) { return messages[messages.size() - 1].string_or("role", "", "message"); }
-  static Json without_last(const Json& messages) {
-    Json out = Json::array();
-    for (size_t i = 0; i + 1 < messages.size(); i++) out.push(messages[i]);
-    return out;
-  }
+  // Stdin is the chat itself: here "-" is a file's name.
+  static std::string chat_path(const std::string& path) { return path == "-" ? "./-" : path; }
   void read(const std::string& path) {
-    const std::string text = read_file(path);
+    const std::string text = read_file(chat_path(path));
     if (text.find_first_not_of(" \t\r\n") == text.npos) fail("%s: nothing in it", path.c_str());
     say(text);
   }
@@ -10452,7 +10450,7 @@ class Chat {
   void tools(const std::string& path) {
     Json tools;
     if (!path.empty()) {
-      tools = load_tools(path);
+      tools = load_tools(chat_path(path));
       render_chat(with_tools(Json::array(), tools), chat_options(rt_, o_.think, true));      // throws if one is malformed
     }
     tools_ = std::move(tools);
@@ -10464,16 +10462,16 @@ class Chat {
     if (it == state_.pending.end()) {
       std::string open;
       for (const std::string& s : state_.pending) open += " " + s;
-      fail("no tool call '%s' waits for a result%s%s", terminal_safe(id).c_str(), open.empty() ? "" : "; waiting:", open.c_str());
+      fail("no tool call '%s' waits for a result%s%s", id.c_str(), open.empty() ? "" : "; waiting:", open.c_str());
     }
     Message m = read_message(editor_, "result> ");
     if (m.input != Input::line) fail("no result: %s still waits", id.c_str());
-    if (!m.block && m.text[0] == '@') m.text = read_file(m.text.substr(1));
+    if (!m.block && m.text[0] == '@') m.text = read_file(chat_path(m.text.substr(1)));
     const State before = state_;
     state_.pending.erase(state_.pending.begin() + (it - state_.pending.begin()));
     state_.messages.push(chat_message("tool", m.text).set("tool_call_id", id));
     if (state_.pending.empty()) turn(before);
-    else note("/tool %s gives the next result", state_.pending[0].c_str());
+    else can_regenerate_ = false, note("/tool %s gives the next result", state_.pending[0].c_str());
   }
   void think(const std::string&) { set_think(Think::on, "(thinks before it answers)"); }
   void think_max(const std::string&) {
@@ -10500,10 +10498,10 @@ class Chat {
     if (name.compare(0, 2, "--") != 0) name = "--" + name;
     const size_t k = find_option(name);
     if (k == SIZE_MAX || !kOptions[k].in_chat)
-      fail("/set: no setting '%s'; /show lists them", terminal_safe(arg.substr(0, space)).c_str());
-    OptionValue v{name.substr(2), value, true};
+      fail("/set: no setting '%s'; /show lists them", arg.substr(0, space).c_str());
+    OptionValue v{"/set " + name.substr(2), value, true};
     if (!kOptions[k].arg[0]) {
-      if (value != "on" && value != "off") fail("/set %s: on or off, not '%s'", v.name.c_str(), terminal_safe(value).c_str());
+      if (value != "on" && value != "off") fail("%s: on or off, not '%s'", v.name.c_str(), v.text.c_str());
       v.on = value == "on";
     }
     Options changed = o_;
@@ -10525,17 +10523,18 @@ class Chat {
     note("  context  %zu of %u tokens, %zu messages", state_.ids.size(), engine.ctx(), state_.messages.size());
     const char* const kThinkNames[] = {"nothink", "think", "think-max"};
     const auto on_off = [](bool on) { return on ? "on" : "off"; };
-    note("  mode     %s, keep-thinking %s, hide-think %s", kThinkNames[int(o_.think)], on_off(keep_thinking_),
-         on_off(o_.hide_think));
-    note(
-        "  sampling temp %g, top-k %d, top-p %g, min-p %g, repeat-penalty %g, repeat-last-n %d, presence-penalty %g, "
-        "frequency-penalty %g, seed %llu",
-        double(s.temp), s.top_k, double(s.top_p), double(s.min_p), double(s.repeat_penalty), s.repeat_last_n, double(s.presence),
-        double(s.frequency), (unsigned long long)seed_);
+    note("  mode     %s, effort %s, keep-thinking %s, hide-think %s", kThinkNames[int(o_.think)],
+         o_.effort.empty() ? "unset" : o_.effort.c_str(), on_off(keep_thinking_), on_off(o_.hide_think));
+    std::string order;
+    for (size_t i = 0; i < s.order.n; i++) order += std::string(i ? "," : "") + kStageNames[size_t(s.order.at[i])];
+    note("  sampling temp %g, top-k %d, top-p %g, min-p %g, seed %llu, samplers %s", s.temp, s.top_k, s.top_p, s.min_p,
+         (unsigned long long)seed_, order.c_str());
+    note("           repeat-penalty %g, repeat-last-n %d, presence-penalty %g, frequency-penalty %g", double(s.repeat_penalty),
+         s.repeat_last_n, double(s.presence), double(s.frequency));
     note("  answer   tokens %s, loop-stop %d, %zu stop texts, ignore-eos %s",
          o_.generate.max_tokens == INT64_MAX ? "unlimited" : std::to_string(o_.generate.max_tokens).c_str(),
          o_.generate.loop_stop, o_.generate.stop.size(), on_off(o_.generate.ignore_eos));
-    if (o_.system) note("  system   %s", terminal_safe(*o_.system).c_str());
+    if (o_.system) note("  system   %s", o_.system->c_str());
     if (!tools_.is_null()) note("  tools    %zu", tools_.size());
   }
   void stats(const std::string&) {
@@ -10551,23 +10550,22 @@ class Chat {
   State state_, before_;
   Json tools_;
   Answer last_;
-  bool keep_thinking_ = true, can_regenerate_ = false;
+  bool keep_thinking_ = true;                  // earlier reasoning stays unless `/set keep-thinking off`
+  bool can_regenerate_ = false;
 };
 
 // -- diagnostics ----
 
 static int run_dump_tokens(Runtime& rt) {
   const Request r = one_shot_request(rt);
-  std::string out = "[";
-  for (size_t i = 0; i < r.ids.size(); i++) out += (i ? ", " : "") + std::to_string(r.ids[i]);
   if (rt.options().verbose)
     for (size_t i = 0; i < r.ids.size(); i++) {
       std::string bytes, hex;
       rt.vocab().append_bytes(r.ids[i], bytes);
       for (char c : bytes) hex += format("%02x", uint8_t(c));
-      note("%6zu %7d  %-24s %s", i, r.ids[i], hex.c_str(), terminal_safe(Json(bytes).dump()).c_str());
+      note("%6zu %7d  %-24s %s", i, r.ids[i], hex.c_str(), Json(bytes).dump().c_str());
     }
-  print_out("%s]\n", out.c_str());
+  write_out(ids_json(r.ids).dump() + "\n");
   return kExitOk;
 }
 
@@ -10639,7 +10637,7 @@ static int run_dump_logprobs(Runtime& rt) {
   j.set("tokens", logprobs_json(rt.vocab(), a.logprobs));
   write_file(o.command_arg, j.dump() + "\n");
   explain_finish(rt, a);
-  if (wants_stats(o)) note("%s", stats_line(rt, a).c_str());
+  print_stats(rt, a);
   return exit_code(a.finish);
 }
 
@@ -10688,7 +10686,7 @@ static int run_perplexity(Runtime& rt) {
     const auto score = [&](size_t t, const float* logits) { nll += negative_log_likelihood(logits, n_vocab, window[t + 1]); };
     if (!for_each_logits(rt, read, score)) return kExitInterrupted;
     const size_t done = std::min(text.size(), at + ctx - 1);
-    note("%zu of %zu tokens, perplexity %.4f", done, text.size(), std::exp(nll / double(done)));
+    if (g_streams.err_tty) note("%zu of %zu tokens, perplexity %.4f", done, text.size(), std::exp(nll / double(done)));
   }
   Json j = Json::object().set("tokens", text.size()).set("nll", nll).set("perplexity", std::exp(nll / double(text.size())));
   print_out("%s\n", j.dump().c_str());
@@ -10813,80 +10811,60 @@ static int run_check(Runtime& rt) {
 
 // -- benchmarks ----
 
-// Rows of named cells: an aligned table on stderr, CSV on stdout, or one JSON object. Cells that
-// parse as numbers stay numbers in JSON.
+// Rows of cells (texts and numbers): an aligned table on stderr as they come, at the end CSV or one JSON object on stdout.
 class BenchTable {
  public:
-  BenchTable(std::string what, std::vector<std::string> columns) : what_(std::move(what)), columns_(std::move(columns)) {}
-  void add(std::vector<std::string> row) {
+  BenchTable(const char* what, std::vector<Json> columns) : what_(what), columns_(std::move(columns)) {}
+  void add(std::vector<Json> row) {
+    if (rows_.empty()) print_row(columns_);
+    print_row(row);
     rows_.push_back(std::move(row));
-    if (g_quiet) return;
-    if (rows_.size() == 1) print_row(columns_);
-    print_row(rows_.back());
   }
-  // `facts`: threads, ISA, file, hash ...: what the numbers hold for.
-  void print(bool json, const std::vector<std::pair<std::string, std::string>>& facts) const {
-    std::string out;
-    if (json) {
-      out = "{\"bench\": " + quote(what_);
-      for (const auto& [key, value] : facts) out += ", " + quote(key) + ": " + cell(value);
-      out += ", \"rows\": [";
-      for (size_t r = 0; r < rows_.size(); r++) {
-        out += r ? ", {" : "{";
-        for (size_t c = 0; c < columns_.size(); c++) out += (c ? ", " : "") + quote(columns_[c]) + ": " + cell(rows_[r][c]);
-        out += "}";
-      }
-      out += "]}\n";
-    } else {
-      for (size_t c = 0; c < columns_.size(); c++) out += (c ? "," : "") + columns_[c];
-      for (const auto& fact : facts) out += "," + fact.first;
-      for (const auto& row : rows_) {
-        out += "\n";
-        for (size_t c = 0; c < row.size(); c++) out += (c ? "," : "") + row[c];
-        for (const auto& fact : facts)
-          out += "," + (fact.second.find(',') == std::string::npos ? fact.second : quote(fact.second));
-      }
-      out += "\n";
+  // `facts`: an object, threads, ISA, file, hash ...: what the numbers hold for.
+  void print(bool json, const Json& facts) const {
+    std::string line, header, values;
+    for (size_t i = 0; i < facts.size(); i++) {
+      line += (i ? ", " : "") + facts.key(i) + " " + facts[i].text();
+      header += "," + facts.key(i);
+      values += "," + csv(facts[i]);
     }
-    std::string line;
-    for (const auto& [key, value] : facts) line += (line.empty() ? "" : ", ") + key + " " + value;
     note("%s", line.c_str());
+    if (json) return write_out(object(facts).dump() + "\n");
+    std::string out = csv_row(columns_) + header + "\n";
+    for (const auto& row : rows_) out += csv_row(row) + values + "\n";
     write_out(out);
   }
 
  private:
-  static std::string quote(const std::string& s) { return Json(s).dump(); }
-  static std::string cell(const std::string& s) {
-    char* end = nullptr;
-    const double v = std::strtod(s.c_str(), &end);
-    return s.empty() ? "null" : !*end && std::isfinite(v) ? s : quote(s);
+  Json object(const Json& facts) const {
+    Json out = Json::object().set("bench", what_), rows = Json::array();
+    for (size_t i = 0; i < facts.size(); i++) out.set(facts.key(i), facts[i]);
+    for (const auto& row : rows_) {
+      Json cells = Json::object();
+      for (size_t c = 0; c < row.size(); c++) cells.set(columns_[c].text(), row[c]);
+      rows.push(std::move(cells));
+    }
+    return out.set("rows", std::move(rows));
   }
-  void print_row(const std::vector<std::string>& row) const {
+  static std::string csv(const Json& cell) {
+    return cell.is_string() && cell.text().find_first_of(",\"") != std::string::npos ? cell.dump() : cell.text();
+  }
+  static std::string csv_row(const std::vector<Json>& row) {
+    std::string out;
+    for (size_t c = 0; c < row.size(); c++) out += (c ? "," : "") + csv(row[c]);
+    return out;
+  }
+  static void print_row(const std::vector<Json>& row) {
     std::string line;
-    for (size_t c = 0; c < row.size(); c++) line += format(c ? " %13s" : "%-26s", row[c].c_str());
-    std::fprintf(stderr, "%s\n", line.c_str());
+    for (size_t c = 0; c < row.size(); c++) line += format(c ? " %13s" : "%-26s", row[c].text().c_str());
+    note("%s", line.c_str());
   }
-  std::string what_;
-  std::vector<std::string> columns_;
-  std::vector<std::vector<std::string>> rows_;
+  const char* what_;
+  std::vector<Json> columns_;
+  std::vector<std::vector<Json>> rows_;
 };
 
-static std::string fixed(double v, int digits = 2) { return format("%.*f", digits, v); }
-
-// Median time of f() in seconds: at least `least` runs after one to warm up, more while `budget` seconds last.
-template <class F>
-static double median_seconds(const F& f, double budget = 0.4, size_t least = 3) {
-  std::vector<double> times;
-  const double begin = now_seconds();
-  do {
-    const double start = now_seconds();
-    f();
-    times.push_back(now_seconds() - start);
-  } while (times.size() < least + 1 || (now_seconds() - begin < budget && times.size() < 1000));
-  times.erase(times.begin());
-  std::nth_element(times.begin(), times.begin() + ptrdiff_t(times.size() / 2), times.end());
-  return times[times.size() / 2];
-}
+static Json fixed(double v, int digits = 2) { return Json::number(format("%.*f", digits, v)); }
 
 // Bytes per second that the pool's threads read from a buffer far larger than the caches: eight streams per thread, as
 // a kernel reads eight rows, and one word of each cache line, since the line is what memory delivers. (One stream, all
@@ -10912,9 +10890,20 @@ static void bench_memory(const Options& o) {
   BenchTable table("memory", {"threads", "GB/s"});
   for (int n = 1; n <= pool.size(); n = n < pool.size() && n * 2 > pool.size() ? pool.size() : n * 2) {
     ThreadPool part(n);
-    table.add({std::to_string(n), fixed(read_bandwidth(part, buffer.data(), buffer.size()) / 1e9)});
+    table.add({n, fixed(read_bandwidth(part, buffer.data(), buffer.size()) / 1e9)});
   }
-  table.print(o.json, {{"buffer_MB", "512"}});
+  table.print(o.json, Json::object().set("buffer_MB", 512));
+}
+
+// Random bytes, which any quantised block may be; float types get values of a common size.
+static void fill_weights(AlignedBuffer<uint8_t>& weights, Type type, Rng& rng) {
+  for (size_t i = 0; i < weights.size(); i += 8) {
+    uint64_t r = rng.next_u64();
+    if (type == Type::F32) r = (r & 0x807fffff807fffffull) | 0x3f0000003f000000ull;
+    if (type == Type::F16) r = (r & 0x83ff83ff83ff83ffull) | 0x3800380038003800ull;
+    if (type == Type::BF16) r = (r & 0x807f807f807f807full) | 0x3f003f003f003f00ull;
+    std::memcpy(weights.data() + i, &r, 8);
+  }
 }
 
 // Every weight type x ISA: one row vector (decode) over 128 MB of weights, and 64 rows at once (prompt) over 2 MB.
@@ -10923,16 +10912,7 @@ static void bench_kernels(const Options& o) {
   ThreadPool pool(o.run.threads ? o.run.threads : physical_cores());
   AlignedBuffer<uint8_t> weights(kBytes);
   Rng rng(1);
-  const auto fill = [&](Type type) {
-    for (size_t i = 0; i < kBytes; i += 8) {
-      uint64_t r = rng.next_u64();
-      if (type == Type::F32) r = (r & 0x807fffff807fffffull) | 0x3f0000003f000000ull;
-      if (type == Type::F16) r = (r & 0x83ff83ff83ff83ffull) | 0x3800380038003800ull;
-      if (type == Type::BF16) r = (r & 0x807f807f807f807full) | 0x3f003f003f003f00ull;
-      std::memcpy(weights.data() + i, &r, 8);
-    }
-  };
-  fill(Type::Q8_0);
+  fill_weights(weights, Type::Q8_0, rng);
   const double ceiling = read_bandwidth(pool, reinterpret_cast<const uint64_t*>(weights.data()), kBytes / 8);
   AlignedBuffer<float> x(kTokens * kCols);
   for (size_t i = 0; i < x.size(); i++) x[i] = rng.next_float() - 0.5f;
@@ -10941,8 +10921,8 @@ static void bench_kernels(const Options& o) {
     const TypeInfo* info = type_info(id);
     const Type type = Type(id);
     if (!info || !info->supported || type == Type::I32) continue;
-    if (id <= uint32_t(Type::Q4_0) || type == Type::BF16) fill(type);      // quantised ones share their random bytes
     const bool is_float = type == Type::F32 || type == Type::F16 || type == Type::BF16;
+    if (is_float || type == Type::Q4_0) fill_weights(weights, type, rng);      // quantised ones share their random bytes
     const size_t stride = row_bytes(type, kCols), rows = kBytes / stride;
     const Matrix w{type, weights.data(), stride, uint32_t(rows), uint32_t(kCols)};
     AlignedBuffer<float> out(std::max(rows, kTokens * 512));
@@ -10971,7 +10951,7 @@ static void bench_kernels(const Options& o) {
                  fixed(double(std::min<size_t>(rows, 512) * kCols * kTokens) / prompt / 1e9, 1)});
     }
   }
-  table.print(o.json, {{"threads", std::to_string(pool.size())}, {"memory_GB/s", fixed(ceiling / 1e9)}});
+  table.print(o.json, Json::object().set("threads", pool.size()).set("memory_GB/s", fixed(ceiling / 1e9)));
 }
 
 // Prompt reading and decoding speed of the model on random tokens. --ctx bounds the contexts that are tried.
@@ -10994,35 +10974,24 @@ static void bench_model(Runtime& rt) {
     run();
     const double once = now_seconds() - start, t = once > 5 ? once : median_seconds(run, 1.0, 2);
     hash = fnv1a(engine.logits(), n_vocab * sizeof(float), hash);
-    table.add({"prefill", std::to_string(n), fixed(n / t, 1), "", fixed(1e3 * t, 1)});
+    table.add({"prefill", n, fixed(n / t, 1), Json(), fixed(1e3 * t, 1)});
   }
   engine.reset();
   for (const uint32_t context : {0u, 512u, 2048u, 8192u, 16384u, 32768u, 65536u}) {
     constexpr uint32_t kLeast = 8, kMost = 64;
     if (context + kMost > engine.ctx()) break;
     if (context > engine.position()) engine.eval(tokens.data() + engine.position(), context - engine.position());
-    std::vector<double> times;
-    const double start = now_seconds();
-    while (times.size() < kMost && (times.size() < kLeast || now_seconds() - start < 2)) {
-      const double t0 = now_seconds();
-      engine.eval(tokens.data() + engine.position(), 1);
-      times.push_back(now_seconds() - t0);
-      hash = fnv1a(engine.logits(), n_vocab * sizeof(float), hash);
-    }
-    std::nth_element(times.begin(), times.begin() + ptrdiff_t(times.size() / 2), times.end());
-    const double t = times[times.size() / 2];
-    table.add({"decode", std::to_string(context), fixed(1 / t, 2), fixed(gb / t), fixed(1e3 * t)});
+    const double t = median_seconds([&] { engine.eval(tokens.data() + engine.position(), 1); }, 2, kLeast, kMost);
+    table.add({"decode", context, fixed(1 / t, 2), fixed(gb / t), fixed(1e3 * t)});
   }
-  std::vector<std::pair<std::string, std::string>> facts = rt.facts();
-  facts.push_back({"hash", format("%08x", uint32_t(hash))});
-  table.print(rt.options().json, facts);
+  table.print(rt.options().json, rt.facts().set("hash", hash_text(hash)));
 }
 
 static void run_sampler_bench(const Options& o, const Kernels* kernels) {
   BenchTable table("sampler", {"chain", "vocabulary", "us", "plain_us", "times"});
   for (const SamplerBenchRow& r : bench_sampler(kernels))
-    table.add({r.chain, std::to_string(r.n_vocab), fixed(r.us, 1), fixed(r.plain_us, 1), fixed(r.plain_us / r.us, 1)});
-  table.print(o.json, {{"threads", "1"}, {"isa", kernels->name}});
+    table.add({r.chain, r.n_vocab, fixed(r.us, 1), fixed(r.plain_us, 1), fixed(r.plain_us / r.us, 1)});
+  table.print(o.json, Json::object().set("threads", 1).set("isa", kernels->name));
 }
 
 // Where the time of one decoded token and of a prompt chunk goes.
@@ -11070,9 +11039,9 @@ static void run_tokenizer_bench(Runtime& rt) {
   const double load = now_seconds() - start;
   BenchTable table("tokenizer", {"text", "MB", "tokens", "MB/s", "ms"});
   for (const TokenizerBench& r : bench_tokenizer(vocab, o.prompt_file ? read_file(*o.prompt_file) : std::string()))
-    table.add({r.name, fixed(double(r.bytes) / 1e6), std::to_string(r.tokens), fixed(double(r.bytes) / 1e6 / r.seconds),
+    table.add({r.name, fixed(double(r.bytes) / 1e6), r.tokens, fixed(double(r.bytes) / 1e6 / r.seconds),
                fixed(1e3 * r.seconds)});
-  table.print(o.json, {{"file", rt.file().path()}, {"vocabulary_ms", fixed(1e3 * load, 1)}, {"threads", "1"}});
+  table.print(o.json, Json::object().set("file", rt.file().path()).set("vocabulary_ms", fixed(1e3 * load, 1)).set("threads", 1));
 }
 
 static int run_bench(Runtime& rt) {
@@ -11118,7 +11087,6 @@ constexpr char kCommit[] = "";
   if (o.command == Command::help) return write_out(help_text()), kExitOk;
   if (o.command == Command::version)
     return print_out("ds4 %s%s (%s)\n", kVersion, kCommit, Runtime::isa_names().c_str()), kExitOk;
-  check_sampler(o.generate.sampler);
   if (o.demo) apply_demo(o);
   Runtime rt(std::move(o));
   const Options& set = rt.options();
@@ -11155,13 +11123,13 @@ int main(int argc, char** argv) {
   } catch (const ds4::PipeClosed&) {
     return ds4::kExitOk;
   } catch (const ds4::Error& e) {
-    std::fprintf(stderr, "ds4: %s\n", e.what());
+    ds4::print_error(e.what());
     return e.code;
   } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "ds4: out of memory\n");
+    ds4::print_error("out of memory");
     return ds4::kExitBadInput;
   } catch (const std::exception& e) {
-    std::fprintf(stderr, "ds4: %s\n", e.what());
+    ds4::print_error(e.what());
     return ds4::kExitBadInput;
   }
 }

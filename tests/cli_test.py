@@ -191,7 +191,7 @@ def test_bad_input():
     fails(ds4("-p", "x", model=path("tensor.gguf", data.replace(b"output_norm.weight", b"output_nerm.weight"))), 1, "output_norm.weight")
     fails(ds4("-p", "x", model=TMP.name), 1, TMP.name)
     fails(ds4("-f", path("nothing.txt")), 1, "nothing.txt")
-    fails(ds4("--prompt-tokens", path("ids", "1 2 x")), 1, "ids")
+    fails(ds4("--prompt-tokens", path("ids", "1 2 x")), 1, "ids: token 2", '"x"')
     fails(ds4("--prompt-tokens", path("ids", "[1, 99999999]")), 1, "99999999")
     fails(ds4("--messages", path("messages", "[{]")), 1, "messages", "offset 2")
     fails(ds4("--messages", path("messages", '[{"role": "king", "content": "x"}]')), 1, "king")
@@ -391,6 +391,14 @@ def test_script():
     holds("below", out[6]["why"])
 
 
+def test_script_facts_are_lines():
+    story = "Bob was assigned the number thirty-four. Alice was assigned the number fifty-two.\n\nList the assigned numbers for: Alice, Bob."
+    r, out, _ = script([{"prompt": story, "facts": {"Alice": 52}}, {"prompt": story, "facts": {"Alice": 5}}, {"prompt": story, "facts": {"lice": 52}}])
+    same(out[0]["text"].split("\n"), ["Alice=52", "Bob=34"])
+    same([o["pass"] for o in out], [True, False, False])
+    same(out[1]["why"], "facts: Alice=52, expected one line Alice=5")
+
+
 def test_script_reuses_the_prefix():
     a = [{"role": "user", "content": "My name is Clara."}]
     r, out, _ = script([{"messages": a}, {"messages": a}, {"prompt": "My name is Clara. Hello", "n": 1}])
@@ -411,6 +419,8 @@ def test_script_options_and_errors():
     fails(ds4("--script", path("bad.jsonl", "{\n")), 1, "bad.jsonl: line 1")
     fails(ds4("--script", path("bad.jsonl", "\n{}\n")), 1, "bad.jsonl: line 2", "prompt")
     fails(ds4("--script", path("bad.jsonl", '{"prompt": 3}\n')), 1, "string")
+    for key, value in (("n", "0"), ("n", "1.5"), ("n", "1e30"), ("top_k", "-1"), ("top_k", "0.5"), ("temp", "-1"), ("temp", "NaN"), ("top_p", "2"), ("min_p", "Infinity")):
+        fails(ds4("--script", path("bad.jsonl", '{"prompt": "x", "%s": %s}\n' % (key, value))), 1, "line 1", key)
 
 
 def test_script_update():
@@ -423,6 +433,10 @@ def test_script_update():
     r = ds4("--script", f)
     same((r.code, r.err.strip().split("\n")[-1]), (0, "2 passed, 0 failed"))
     same([n for n in os.listdir(TMP.name) if n.endswith(".new")], [])
+    # a case that could not run keeps its line, and the run fails
+    r, _, f = script([{"prompt": "Hello", "ctx": 2, "text": "kept"}, {"prompt": "Hello", "text": ""}], "--update")
+    same((r.code, r.err.strip().split("\n")[-1]), (3, "0 passed, 2 failed"))
+    same([json.loads(line)["text"] for line in open(f)], ["kept", "Hello! How can I help you today?"])
 
 
 # -- chat in a pseudo-terminal ----
@@ -506,15 +520,21 @@ def test_chat_commands():
     holds("no answer", c.say("/regen"))
     holds("no answer", c.say("/stats"))
     for bad in ("/ctx", "/ctx x", "/ctx 0", "/ctx 99999999999999999999", "/read", "/read /nowhere", "/set temp", "/set temp -1", "/set temp abc", "/set nothing 3", "/set model x",
-                "/set hide-think 3", "/tool", "/tool call_0", "/tools /nowhere", "/clear now", "/set top-k 99999999999", "/set stop"):
+                "/set hide-think 3", "/tool", "/tool call_0", "/tools /nowhere", "/tools -", "/read -", "/quit now", "/clear now", "/set top-k 99999999999"):
         got = c.say(bad)
         lines = [s for s in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\r", got).replace("\r", "\n").split("\n") if s.startswith("ds4: ")]
-        if bad != "/set stop":
-            same(len(lines), 1, bad + ": " + repr(got))
+        same(len(lines), 1, bad + ": " + repr(got))
     holds("temp 0,", c.say("/show"))
     c.say("/set temp 0.5")
     holds("temp 0.5,", c.say("/show"))
     c.say("/set temp 0")
+    c.say("/set tokens 2")
+    assert "help" not in c.say("Hello")
+    c.say("/set tokens unlimited")
+    c.say("/set samplers temp,top-k")
+    holds("samplers temp,top-k\r", c.say("/show"))
+    c.say("/set stop")
+    c.say("/clear")
     holds("Hello!", c.say("Hello"))
     holds("#", c.say("/stats"))
     holds("Hello!", c.say("/regen"))
@@ -587,7 +607,7 @@ def test_chat_multiline():
 
 
 def test_chat_interrupts():
-    c = Chat(*OPTIONS, "--ignore-eos")
+    c = Chat(*OPTIONS, "--ignore-eos", "--isa", "scalar", "-t", "1", "--prefill-chunk", "16")
     c.prompt()
     c.send("Hello\r")
     c.expect("Hello!")
@@ -596,6 +616,16 @@ def test_chat_interrupts():
     c.prompt()
     c.send("half a line\x03")
     c.prompt()
+    path("long.txt", "red house " * 1900)
+    c.say("/set ignore-eos off")
+    c.send("/read long.txt\r")
+    c.expect("reading [0-9]+/[0-9]+ tokens")
+    c.send("\x03")
+    got = c.prompt()
+    holds("taken back", got)
+    read = int(re.search(r"prompt (\d+) tok", got).group(1))
+    assert 0 < read < 3800, "the line counts what was read: " + got
+    holds("Hello!", c.say("Hello"))
     c.send("\x03")
     holds("Ctrl-C again", c.prompt())
     c.send("\x03")
@@ -630,10 +660,6 @@ def test_chat_tools():
 
 def test_colours():
     for env, args, want in (({}, [], True), ({"NO_COLOR": "1"}, [], False), ({"NO_COLOR": "1"}, ["--color", "always"], True), ({}, ["--color=never"], False), ({"TERM": "dumb"}, [], False)):
-        c = Chat("--temp", "0", *args, "-p", "What is 12 + 7?", env=env)
-        c.expect("19")
-        same(c.end(), 0)
-        assert True
         c = Chat("--temp", "0", *args, "-p", "What is 12 + 7?", env=env)
         got = c.expect("19")
         same("\x1b[2m" in got, want, str((env, args)))

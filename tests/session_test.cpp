@@ -89,7 +89,9 @@ TEST(OptionTable, Values) {
 TEST(Facts, ExactlyOneLineEach) {
   const Json facts = Json::parse(R"({"Ann": "12", "Bo": 7})", "facts");
   EXPECT_EQ(facts_failure("Ann=12\nBo=7", facts), "");
-  EXPECT_EQ(facts_failure("Here:\n  Bo = 7 \r\nAnn=12\nCy=3\n", facts), "");
+  EXPECT_EQ(facts_failure("Here:\n  Bo=7 \r\nAnn=12\nCy=3\n", facts), "");
+  EXPECT_NE(facts_failure("Bo = 7\nAnn=12", facts), "");
+  EXPECT_NE(facts_failure("Bo=7\nBo = 8\nAnn=12", facts), "");
   EXPECT_NE(facts_failure("Ann=12", facts), "");
   EXPECT_NE(facts_failure("Ann=12\nBo=8", facts), "");
   EXPECT_NE(facts_failure("Ann=12\nBo=7\nAnn=13", facts), "");
@@ -258,11 +260,14 @@ TEST(Statistics, LineHasItsForm) {
   o.model = data_path("nano.gguf");
   Runtime rt(o);
   Answer a;
-  a.prompt_tokens = 60, a.cached_tokens = 8, a.tokens.assign(11, 1), a.prompt_seconds = 2, a.seconds = 5;
+  a.prompt_tokens = 60, a.cached_tokens = 8, a.read_tokens = 52, a.tokens.assign(11, 1), a.prompt_seconds = 2, a.seconds = 5;
   EXPECT_TRUE(std::regex_match(
       stats_line(rt, a),
       std::regex(R"(prompt 52 tok 26\.0 t/s \| answer 11 tok 2\.0 t/s \d+\.\d GB/s \| ctx 71/4096 \| #[0-9a-f]{8})")))
       << stats_line(rt, a);
+  a.read_tokens = 5;                           // interrupted after five
+  a.tokens.clear();
+  EXPECT_NE(stats_line(rt, a).find("ctx 13/4096"), std::string::npos) << stats_line(rt, a);
 }
 
 }  // namespace

@@ -9508,7 +9508,7 @@ static const Option kOptions[] = {
   {"--color", "WHEN", "auto, always, never; NO_COLOR and TERM=dumb are honoured", false,
    [](Options& o, const OptionValue& v) { o.color = ColorMode(v.choice("auto|always|never")); }},
   {"-q, --quiet", "", "nothing on stderr but errors", false, [](Options&, const OptionValue& v) { g_quiet = v.on; }},
-  {"-v, --verbose", "", "details of loading, token tables", false, [](Options& o, const OptionValue& v) { o.verbose = v.on; }},
+  {"-v, --verbose", "", "details of loading, time per section, token tables", false, [](Options& o, const OptionValue& v) { o.verbose = v.on; }},
 
   {"", "", "#Other commands", false, nullptr},
   {"--script", "FILE", "run prompts with expectations (JSON lines), greedy by default; exit code 3 if one fails", false,
@@ -9657,8 +9657,7 @@ class Runtime {
            size_text(plan.weights).c_str(), r.ctx, size_text(plan.cache).c_str(), size_text(plan.scratch).c_str(), r.threads,
            r.kernels->name);
     }
-    engine_ = std::make_unique<Engine>(model(), r);
-    session_ = std::make_unique<Session>(*engine_, vocab(), &g_interrupted);
+    open_session(r);
     return *session_;
   }
   // Another context: the old cache stays if the new one can't be had.
@@ -9666,14 +9665,14 @@ class Runtime {
     const uint32_t before = o_.run.ctx;
     o_.run.ctx = ctx;
     try {
-      auto engine = std::make_unique<Engine>(model(), run_options());
-      session_ = std::make_unique<Session>(*engine, vocab(), &g_interrupted);
-      engine_ = std::move(engine);
+      open_session(run_options());
     } catch (...) {
       o_.run.ctx = before;
       throw;
     }
   }
+  // Seconds of each part of the computation since the last call; only with --verbose.
+  Profile take_profile() { return std::exchange(profile_, Profile()); }
   // What measurements depend on.
   Json facts() {
     const RunOptions r = engine_ ? engine_->options() : run_options();
@@ -9707,6 +9706,12 @@ class Runtime {
   }
 
  private:
+  void open_session(const RunOptions& r) {
+    auto engine = std::make_unique<Engine>(model(), r);
+    session_ = std::make_unique<Session>(*engine, vocab(), &g_interrupted);
+    engine_ = std::move(engine);
+    if (o_.verbose) engine_->set_profile(&profile_);
+  }
   Options o_;
   std::optional<Gguf> file_;
   std::optional<Vocab> vocab_;
@@ -9714,6 +9719,7 @@ class Runtime {
   std::optional<Model> model_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Session> session_;
+  Profile profile_;                            // with --verbose
   std::vector<std::string> warned_;
 };
 
@@ -9916,9 +9922,12 @@ static std::string stats_line(Runtime& rt, const Answer& a) {
                 std::min(a.cached_tokens + a.read_tokens + n, ctx), ctx, hash_text(a.hash).c_str());
 }
 
-// The statistics line, if it is wanted.
+// What is wanted of the statistics line and of the time per section.
 static void print_stats(Runtime& rt, const Answer& a) {
   if (wants_stats(rt.options())) note("%s", stats_line(rt, a).c_str());
+  if (!rt.options().verbose) return;
+  const Profile profile = rt.take_profile();
+  for (int p = 0; p < kParts; p++) note("  %-18s %10.1f ms", kPartNames[p], 1e3 * profile.seconds[p]);
 }
 
 static Json milliseconds(double seconds) { return Json::number(format("%.3f", 1e3 * seconds)); }

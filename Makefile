@@ -38,7 +38,8 @@ $(BUILD)/tests: $(TESTS) ds4.cpp Makefile | $(BUILD)
 demo: ds4
 	./ds4 --demo --model $(NANO)
 
-test: ds4 $(BUILD)/make_model $(BUILD)/tests
+test:
+	$(MAKE) -j2 $(BUILD)/tests ds4 $(BUILD)/make_model
 	$(PYTHON) tests/run.py --build $(BUILD)
 
 asan:

@@ -120,11 +120,11 @@
 #define DS4_STR(x) DS4_STR_(x)
 #define DS4_PRAGMA(x) _Pragma(#x)
 #if defined(__clang__)
-#define DS4_UNROLL DS4_PRAGMA(unroll)            // completely: arrays of vectors become registers
+#define DS4_UNROLL_VECTORS DS4_PRAGMA(unroll)
 #define DS4_TARGET_PUSH(isa) DS4_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
 #define DS4_TARGET_POP DS4_PRAGMA(clang attribute pop)
 #else
-#define DS4_UNROLL DS4_PRAGMA(GCC unroll 16)
+#define DS4_UNROLL_VECTORS DS4_PRAGMA(GCC unroll 16)
 #define DS4_TARGET_PUSH(isa) DS4_PRAGMA(GCC push_options) DS4_PRAGMA(GCC target(isa))
 #define DS4_TARGET_POP DS4_PRAGMA(GCC pop_options)
 #endif
@@ -702,6 +702,13 @@ struct Kernels {
 // fold halves 16 -> 8 -> 4 -> 2 -> 1, lane i with lane i + width / 2.
 // i8x64 holds bytes; kBias tells how int8 weights are kept for the integer dots: as w + kBias.
 
+#undef DS4_UNROLL                // a loop over vectors, unrolled completely so that arrays of them become registers
+#if DS4_PASS > 0
+#define DS4_UNROLL DS4_UNROLL_VECTORS
+#else
+#define DS4_UNROLL               // scalar vectors are arrays: nothing gained, and compiling takes minutes
+#endif
+
 #if DS4_PASS == 3
 #define DS4_ISA avx512
 DS4_TARGET_PUSH("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni")
@@ -720,6 +727,7 @@ namespace {
 
 #if DS4_PASS >= 2   // -- AVX2 and AVX-512 ----
 
+DS4_INLINE __m128i load64(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 DS4_INLINE __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 DS4_INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 DS4_INLINE __m128i halves8(const uint8_t* p, size_t stride) {
@@ -765,7 +773,6 @@ DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) {      // sixteen ha
 DS4_INLINE f32x16 load_bf16(const uint16_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load256(p)), 16))}; }
 DS4_INLINE void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
 DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
-DS4_INLINE void store_f16(uint16_t* p, f32x16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT)); }
 DS4_INLINE void store_i8(int8_t* p, f32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 DS4_INLINE f32x16 add(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 DS4_INLINE f32x16 sub(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -774,13 +781,11 @@ DS4_INLINE f32x16 div(f32x16 a, f32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 DS4_INLINE f32x16 max(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 DS4_INLINE f32x16 min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 DS4_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-DS4_INLINE f32x16 sqrt(f32x16 a) { return {_mm512_sqrt_ps(a.v)}; }
 DS4_INLINE f32x16 nearest(f32x16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 DS4_INLINE f32x16 pow2(f32x16 n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))}; }
 DS4_INLINE f32x16 and_bits(f32x16 a, uint32_t bits) { return {_mm512_and_ps(a.v, _mm512_castsi512_ps(_mm512_set1_epi32(int(bits))))}; }
 DS4_INLINE f32x16 xor_bits(f32x16 a, uint32_t bits) { return {_mm512_xor_ps(a.v, _mm512_castsi512_ps(_mm512_set1_epi32(int(bits))))}; }
 DS4_INLINE f32x16 copysign(f32x16 mag, f32x16 sgn) { return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(sgn.v), _mm512_castps_si512(mag.v), 0xca))}; }
-DS4_INLINE f32x16 select_gt(f32x16 a, f32x16 b, f32x16 x, f32x16 y) { return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), y.v, x.v)}; }
 DS4_INLINE float reduce_add(f32x16 a) {
   const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
@@ -801,7 +806,7 @@ DS4_INLINE i32x16 odd_words(const void* p, const void* q) {
   return {_mm512_permutex2var_epi32(load512(p), _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), load512(q))};
 }
 DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {_mm512_inserti64x4(_mm512_castsi256_si512(load256(p)), load256(q), 1)}; }
-DS4_INLINE i32x16 load_u8(const void* p) { return {_mm512_cvtepu8_epi32(load128(p))}; }
+DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(load64(p), load64(q)))}; }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {_mm512_cvtepi16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1))}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
 DS4_INLINE void store_low16(void* p, i32x16 a) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v)); }
@@ -815,7 +820,6 @@ template <int k> DS4_INLINE i32x16 shl(i32x16 a) { return {_mm512_slli_epi32(a.v
 template <int k> DS4_INLINE i32x16 shr(i32x16 a) { return {_mm512_srli_epi32(a.v, k)}; }
 template <int k> DS4_INLINE i32x16 sar(i32x16 a) { return {_mm512_srai_epi32(a.v, k)}; }
 DS4_INLINE f32x16 as_f32(i32x16 a) { return {_mm512_castsi512_ps(a.v)}; }
-DS4_INLINE i32x16 as_i32(f32x16 a) { return {_mm512_castps_si512(a.v)}; }
 
 DS4_INLINE i8x64 load8(const void* p) { return {load512(p)}; }
 DS4_INLINE i8x64 load8(const void* p, const void* q) { return {_mm512_inserti64x4(_mm512_castsi256_si512(load256(p)), load256(q), 1)}; }
@@ -871,6 +875,7 @@ DS4_INLINE f32x16 bytes_to_f32(const void* w) { return {_mm512_cvtepi32_ps(_mm51
 // Sums of 4 -> sums of 16: word j of lane group l of the result is the sum of 128-bit lane l of z[j] (a: z[0..3], b: z[4..7]).
 DS4_INLINE void sum_lanes(const __m512i* z, __m512i* a, __m512i* b) {
   __m512i t[4];
+  DS4_UNROLL
   for (int i = 0; i < 4; i++) t[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(z[2 * i], z[2 * i + 1]), _mm512_unpackhi_epi32(z[2 * i], z[2 * i + 1]));
   *a = _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
   *b = _mm512_add_epi32(_mm512_unpacklo_epi64(t[2], t[3]), _mm512_unpackhi_epi64(t[2], t[3]));
@@ -881,6 +886,7 @@ DS4_INLINE i32x16 block_order(__m512i a) {
 }
 DS4_INLINE void dot_bytes(const void* w, const int8_t* x, __m512i* a, __m512i* b) {
   __m512i z[8];
+  DS4_UNROLL
   for (int i = 0; i < 8; i++) z[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), load512(static_cast<const int8_t*>(w) + 64 * i), load512(x + 64 * i));
   sum_lanes(z, a, b);
 }
@@ -897,6 +903,7 @@ template <bool kSigned> DS4_INLINE i32x16 dot_blocks(const void* w, const int8_t
 }
 DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
   __m512i z[8], a, b;
+  DS4_UNROLL
   for (int i = 0; i < 8; i++) {
     const __m512i v = _mm512_inserti64x4(_mm512_castsi256_si512(load256(w + 68 * i)), load256(w + 68 * i + 34), 1);
     z[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_xor_si512(v, _mm512_set1_epi8(-128)), load512(x + 64 * i));
@@ -940,7 +947,6 @@ DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) {
   _mm256_maskstore_ps(p, first_lanes(n, 0), a.v[0]);
   _mm256_maskstore_ps(p + 8, first_lanes(n, 8), a.v[1]);
 }
-DS4_INLINE void store_f16(uint16_t* p, f32x16 a) { for (int i = 0; i < 2; i++) store128(p + 8 * i, _mm256_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT)); }
 DS4_INLINE void store_i8(int8_t* p, f32x16 a) {
   const __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v[0]), _mm256_cvtps_epi32(a.v[1]));   // a0-3 b0-3 | a4-7 b4-7
   store128(p, _mm_shuffle_epi32(_mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)), 0xd8));
@@ -953,7 +959,6 @@ DS4_INLINE f32x16 div(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_div_p
 DS4_INLINE f32x16 max(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_max_ps); }
 DS4_INLINE f32x16 min(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_min_ps); }
 DS4_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {{_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])}}; }
-DS4_INLINE f32x16 sqrt(f32x16 a) { return {{_mm256_sqrt_ps(a.v[0]), _mm256_sqrt_ps(a.v[1])}}; }
 DS4_INLINE __m256 nearest_half(__m256 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 DS4_INLINE f32x16 nearest(f32x16 a) { return {{nearest_half(a.v[0]), nearest_half(a.v[1])}}; }
 DS4_INLINE __m256 pow2_half(__m256 n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)); }
@@ -968,8 +973,6 @@ DS4_INLINE f32x16 xor_bits(f32x16 a, uint32_t bits) {
 }
 DS4_INLINE __m256 copysign_half(__m256 mag, __m256 sgn) { return _mm256_or_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), mag), _mm256_and_ps(_mm256_set1_ps(-0.0f), sgn)); }
 DS4_INLINE f32x16 copysign(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, copysign_half); }
-DS4_INLINE __m256 select_half(__m256 a, __m256 b, __m256 x, __m256 y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
-DS4_INLINE f32x16 select_gt(f32x16 a, f32x16 b, f32x16 x, f32x16 y) { return {{select_half(a.v[0], b.v[0], x.v[0], y.v[0]), select_half(a.v[1], b.v[1], x.v[1], y.v[1])}}; }
 DS4_INLINE float reduce_add(f32x16 a) {
   const __m256 s8 = _mm256_add_ps(a.v[0], a.v[1]);
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
@@ -992,7 +995,7 @@ DS4_INLINE __m256i odd_words_half(const void* p) {
 DS4_INLINE i32x16 odd_words(const void* p, const void* q) { return {{odd_words_half(p), odd_words_half(q)}}; }
 DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {{load256(p), load256(q)}}; }
 DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const uint8_t*>(p) + 32); }
-DS4_INLINE i32x16 load_u8(const void* p) { const __m128i b = load128(p); return {{_mm256_cvtepu8_epi32(b), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(b, b))}}; }
+DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {{_mm256_cvtepu8_epi32(load64(p)), _mm256_cvtepu8_epi32(load64(q))}}; }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {{_mm256_cvtepi16_epi32(load128(p)), _mm256_cvtepi16_epi32(load128(q))}}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { store256(p, a.v[0]); store256(static_cast<uint8_t*>(p) + 32, a.v[1]); }
 DS4_INLINE void store_low16(void* p, i32x16 a) {
@@ -1009,7 +1012,6 @@ template <int k> DS4_INLINE i32x16 shl(i32x16 a) { return {{_mm256_slli_epi32(a.
 template <int k> DS4_INLINE i32x16 shr(i32x16 a) { return {{_mm256_srli_epi32(a.v[0], k), _mm256_srli_epi32(a.v[1], k)}}; }
 template <int k> DS4_INLINE i32x16 sar(i32x16 a) { return {{_mm256_srai_epi32(a.v[0], k), _mm256_srai_epi32(a.v[1], k)}}; }
 DS4_INLINE f32x16 as_f32(i32x16 a) { return {{_mm256_castsi256_ps(a.v[0]), _mm256_castsi256_ps(a.v[1])}}; }
-DS4_INLINE i32x16 as_i32(f32x16 a) { return {{_mm256_castps_si256(a.v[0]), _mm256_castps_si256(a.v[1])}}; }
 
 DS4_INLINE i8x64 load8(const void* p, const void* q) { return {{load256(p), load256(q)}}; }
 DS4_INLINE i8x64 load8(const void* p) { return load8(p, static_cast<const uint8_t*>(p) + 32); }
@@ -1064,6 +1066,7 @@ DS4_INLINE __m256i mul8_half(__m256i a, __m256i b) {
 }
 DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, mul8_half); }
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
+  DS4_UNROLL
   for (int i = 0; i < 2; i++) {
     const __m256i l = _mm256_unpacklo_epi8(a.v[i], b.v[i]), h = _mm256_unpackhi_epi8(a.v[i], b.v[i]);
     *(i == 0 ? lo : hi) = {{_mm256_permute2x128_si256(l, h, 0x20), _mm256_permute2x128_si256(l, h, 0x31)}};
@@ -1091,10 +1094,13 @@ template <bool kSigned> DS4_INLINE __m256i dot4_half(__m256i w, __m256i x) {
   return _mm256_madd_epi16(p, _mm256_set1_epi16(1));
 }
 template <bool kSigned> DS4_INLINE void dot_strided(const uint8_t* w, size_t stride, const int8_t* x, i32x16* lo, i32x16* hi) {
+  DS4_UNROLL
   for (int i = 0; i < 2; i++, w += 8 * stride, x += 256) {
     __m256i u[2];
+    DS4_UNROLL
     for (int j = 0; j < 2; j++) {                                  // lane 0: first halves of four blocks, lane 1: second halves
       __m256i p[4];
+      DS4_UNROLL
       for (int k = 0; k < 4; k++) p[k] = dot4_half<kSigned>(load256(w + size_t(4 * j + k) * stride), load256(x + 32 * (4 * j + k)));
       u[j] = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
     }
@@ -1137,7 +1143,7 @@ struct f32x16 { float32x4_t v[4]; };
 struct i32x16 { int32x4_t v[4]; };
 struct i8x64 { uint8x16_t v[4]; };
 
-#define DS4_EACH(type, expr) type r; for (int i = 0; i < 4; i++) r.v[i] = expr; return r
+#define DS4_EACH(type, expr) type r; DS4_UNROLL for (int i = 0; i < 4; i++) r.v[i] = expr; return r
 DS4_INLINE float f16_value(uint16_t h) { return f16_to_f32(h); }
 DS4_INLINE f32x16 set1(float a) { DS4_EACH(f32x16, vdupq_n_f32(a)); }
 DS4_INLINE f32x16 zero() { return set1(0.0f); }
@@ -1154,7 +1160,6 @@ DS4_INLINE f32x16 load_bf16(const uint16_t* p) { DS4_EACH(f32x16, vreinterpretq_
 DS4_INLINE void store(float* p, f32x16 a) { for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]); }
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { float t[16] = {}; std::memcpy(t, p, 4 * n); return load(t); }
 DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) { float t[16]; store(t, a); std::memcpy(p, t, 4 * n); }
-DS4_INLINE void store_f16(uint16_t* p, f32x16 a) { for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i]))); }
 DS4_INLINE void store_i8(int8_t* p, f32x16 a) {
   for (int i = 0; i < 4; i += 2)
     vst1_s8(p + 4 * i, vmovn_s16(vcombine_s16(vmovn_s32(vcvtnq_s32_f32(a.v[i])), vmovn_s32(vcvtnq_s32_f32(a.v[i + 1])))));
@@ -1166,13 +1171,11 @@ DS4_INLINE f32x16 div(f32x16 a, f32x16 b) { DS4_EACH(f32x16, vdivq_f32(a.v[i], b
 DS4_INLINE f32x16 max(f32x16 a, f32x16 b) { DS4_EACH(f32x16, vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
 DS4_INLINE f32x16 min(f32x16 a, f32x16 b) { DS4_EACH(f32x16, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
 DS4_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { DS4_EACH(f32x16, vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
-DS4_INLINE f32x16 sqrt(f32x16 a) { DS4_EACH(f32x16, vsqrtq_f32(a.v[i])); }
 DS4_INLINE f32x16 nearest(f32x16 a) { DS4_EACH(f32x16, vrndnq_f32(a.v[i])); }
 DS4_INLINE f32x16 pow2(f32x16 n) { DS4_EACH(f32x16, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23))); }
 DS4_INLINE f32x16 and_bits(f32x16 a, uint32_t bits) { DS4_EACH(f32x16, vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), vdupq_n_u32(bits)))); }
 DS4_INLINE f32x16 xor_bits(f32x16 a, uint32_t bits) { DS4_EACH(f32x16, vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a.v[i]), vdupq_n_u32(bits)))); }
 DS4_INLINE f32x16 copysign(f32x16 mag, f32x16 sgn) { DS4_EACH(f32x16, vbslq_f32(vdupq_n_u32(0x80000000u), sgn.v[i], mag.v[i])); }
-DS4_INLINE f32x16 select_gt(f32x16 a, f32x16 b, f32x16 x, f32x16 y) { DS4_EACH(f32x16, vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), x.v[i], y.v[i])); }
 DS4_INLINE float reduce_add(f32x16 a) {
   const float32x4_t s = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
   const float32x2_t t = vadd_f32(vget_low_f32(s), vget_high_f32(s));
@@ -1191,9 +1194,8 @@ DS4_INLINE int32x4_t words4(const void* p, int i) { return vreinterpretq_s32_u8(
 DS4_INLINE i32x16 odd_words(const void* p, const void* q) { DS4_EACH(i32x16, vuzp2q_s32(words4(i < 2 ? p : q, 2 * (i & 1)), words4(i < 2 ? p : q, 2 * (i & 1) + 1))); }
 DS4_INLINE i32x16 load_i32(const void* p, const void* q) { DS4_EACH(i32x16, words4(i < 2 ? p : q, i & 1)); }
 DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const uint8_t*>(p) + 32); }
-DS4_INLINE i32x16 load_u8(const void* p) {
-  const uint8x16_t b = vld1q_u8(static_cast<const uint8_t*>(p));
-  const uint16x8_t l = vmovl_u8(vget_low_u8(b)), h = vmovl_u8(vget_high_u8(b));
+DS4_INLINE i32x16 load_u8(const void* p, const void* q) {
+  const uint16x8_t l = vmovl_u8(vld1_u8(static_cast<const uint8_t*>(p))), h = vmovl_u8(vld1_u8(static_cast<const uint8_t*>(q)));
   return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(l))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(l))),
            vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(h))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(h)))}};
 }
@@ -1210,7 +1212,6 @@ template <int k> DS4_INLINE i32x16 shl(i32x16 a) { DS4_EACH(i32x16, vshlq_n_s32(
 template <int k> DS4_INLINE i32x16 shr(i32x16 a) { DS4_EACH(i32x16, vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a.v[i]), k))); }
 template <int k> DS4_INLINE i32x16 sar(i32x16 a) { DS4_EACH(i32x16, vshrq_n_s32(a.v[i], k)); }
 DS4_INLINE f32x16 as_f32(i32x16 a) { DS4_EACH(f32x16, vreinterpretq_f32_s32(a.v[i])); }
-DS4_INLINE i32x16 as_i32(f32x16 a) { DS4_EACH(i32x16, vreinterpretq_s32_f32(a.v[i])); }
 
 DS4_INLINE i8x64 load8(const void* p, const void* q) { DS4_EACH(i8x64, vld1q_u8(static_cast<const uint8_t*>(i < 2 ? p : q) + 16 * (i & 1))); }
 DS4_INLINE i8x64 load8(const void* p) { return load8(p, static_cast<const uint8_t*>(p) + 32); }
@@ -1331,7 +1332,6 @@ DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { DS4_EACH(f32x16, f
 DS4_INLINE f32x16 load_bf16(const uint16_t* p) { DS4_EACH(f32x16, bf16_to_f32(p[i])); }
 DS4_INLINE void store(float* p, f32x16 a) { for (int i = 0; i < 16; i++) p[i] = a.v[i]; }
 DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) { for (size_t i = 0; i < n; i++) p[i] = a.v[i]; }
-DS4_INLINE void store_f16(uint16_t* p, f32x16 a) { for (int i = 0; i < 16; i++) p[i] = f32_to_f16(a.v[i]); }
 DS4_INLINE void store_i8(int8_t* p, f32x16 a) { for (int i = 0; i < 16; i++) p[i] = int8_t(std::nearbyint(a.v[i])); }   // -127 .. 127
 DS4_INLINE f32x16 add(f32x16 a, f32x16 b) { DS4_EACH(f32x16, a.v[i] + b.v[i]); }
 DS4_INLINE f32x16 sub(f32x16 a, f32x16 b) { DS4_EACH(f32x16, a.v[i] - b.v[i]); }
@@ -1340,13 +1340,11 @@ DS4_INLINE f32x16 div(f32x16 a, f32x16 b) { DS4_EACH(f32x16, a.v[i] / b.v[i]); }
 DS4_INLINE f32x16 max(f32x16 a, f32x16 b) { DS4_EACH(f32x16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 DS4_INLINE f32x16 min(f32x16 a, f32x16 b) { DS4_EACH(f32x16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 DS4_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { DS4_EACH(f32x16, std::fma(a.v[i], b.v[i], c.v[i])); }
-DS4_INLINE f32x16 sqrt(f32x16 a) { DS4_EACH(f32x16, std::sqrt(a.v[i])); }
 DS4_INLINE f32x16 nearest(f32x16 a) { DS4_EACH(f32x16, std::nearbyint(a.v[i])); }
 DS4_INLINE f32x16 pow2(f32x16 n) { DS4_EACH(f32x16, bit_cast<float>(uint32_t(int32_t(n.v[i]) + 127) << 23)); }   // 2^n, -126 <= n <= 127
 DS4_INLINE f32x16 and_bits(f32x16 a, uint32_t bits) { DS4_EACH(f32x16, bit_cast<float>(bit_cast<uint32_t>(a.v[i]) & bits)); }
 DS4_INLINE f32x16 xor_bits(f32x16 a, uint32_t bits) { DS4_EACH(f32x16, bit_cast<float>(bit_cast<uint32_t>(a.v[i]) ^ bits)); }
 DS4_INLINE f32x16 copysign(f32x16 mag, f32x16 sgn) { DS4_EACH(f32x16, std::copysign(mag.v[i], sgn.v[i])); }
-DS4_INLINE f32x16 select_gt(f32x16 a, f32x16 b, f32x16 x, f32x16 y) { DS4_EACH(f32x16, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
 DS4_INLINE float reduce_add(f32x16 a) {
   for (int w = 8; w; w /= 2)
     for (int i = 0; i < w; i++) a.v[i] = a.v[i] + a.v[i + w];
@@ -1363,7 +1361,7 @@ DS4_INLINE i32x16 set1_i32(int32_t a) { DS4_EACH(i32x16, a); }
 DS4_INLINE i32x16 odd_words(const void* p, const void* q) { DS4_EACH(i32x16, load_le<int32_t>(static_cast<const uint8_t*>(i < 8 ? p : q) + 8 * (i & 7) + 4)); }   // words 1 3 .. 15
 DS4_INLINE i32x16 load_i32(const void* p, const void* q) { i32x16 r; std::memcpy(r.v, p, 32); std::memcpy(r.v + 8, q, 32); return r; }
 DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const uint8_t*>(p) + 32); }
-DS4_INLINE i32x16 load_u8(const void* p) { DS4_EACH(i32x16, static_cast<const uint8_t*>(p)[i]); }
+DS4_INLINE i32x16 load_u8(const void* p, const void* q) { DS4_EACH(i32x16, static_cast<const uint8_t*>(i < 8 ? p : q)[i & 7]); }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { DS4_EACH(i32x16, load_le<int16_t>(static_cast<const uint8_t*>(i < 8 ? p : q) + 2 * (i & 7))); }
 DS4_INLINE void store_i32(void* p, i32x16 a) { std::memcpy(p, a.v, 64); }
 DS4_INLINE void store_low16(void* p, i32x16 a) { for (int i = 0; i < 16; i++) std::memcpy(static_cast<uint8_t*>(p) + 2 * i, &a.v[i], 2); }
@@ -1377,7 +1375,6 @@ template <int k> DS4_INLINE i32x16 shl(i32x16 a) { DS4_EACH(i32x16, int32_t(uint
 template <int k> DS4_INLINE i32x16 shr(i32x16 a) { DS4_EACH(i32x16, int32_t(uint32_t(a.v[i]) >> k)); }
 template <int k> DS4_INLINE i32x16 sar(i32x16 a) { DS4_EACH(i32x16, a.v[i] >> k); }
 DS4_INLINE f32x16 as_f32(i32x16 a) { DS4_EACH(f32x16, bit_cast<float>(a.v[i])); }
-DS4_INLINE i32x16 as_i32(f32x16 a) { DS4_EACH(i32x16, bit_cast<int32_t>(a.v[i])); }
 
 DS4_INLINE i8x64 load8(const void* p, const void* q) { i8x64 r; std::memcpy(r.v, p, 32); std::memcpy(r.v + 32, q, 32); return r; }
 DS4_INLINE i8x64 load8(const void* p) { i8x64 r; std::memcpy(r.v, p, 64); return r; }
@@ -1572,7 +1569,7 @@ static void unpack_mxfp4(const uint8_t* p, size_t n, Group& g) {
   for (size_t i = 0; i < n; i += 2) store8(g.q + 32 * i, lookup(kFp4Bytes.data(), block_nibbles(b, i, n)));
   for (size_t i = 0; i < n; i++) g.s[i] = b[i].e;
   // 2^(e-128) may be subnormal: two normal factors, 2^(h-64) and 2^(e-h-64) with h = e / 2.
-  const i32x16 e = load_u8(g.s), h = shr<1>(e);
+  const i32x16 e = load_u8(g.s, g.s + 8), h = shr<1>(e);
   store(g.d, mul(as_f32(shl<23>(add(h, set1_i32(63)))), as_f32(shl<23>(add(sub(e, h), set1_i32(63))))));
 }
 static void unpack_iq4_nl(const uint8_t* p, size_t n, Group& g) {
@@ -1587,7 +1584,7 @@ static void unpack_iq4_xs(const uint8_t* p, size_t n, Group& g) {
     const uint64_t s = spread4(load_le<uint32_t>(b[i].sl)) | spread2(b[i].sh) << 4;
     std::memcpy(g.s + 8 * i, &s, 8);
   }
-  store(g.d, mul(d_pair(b, n), to_f32(sub(load_u8(g.s), set1_i32(32)))));
+  store(g.d, mul(d_pair(b, n), to_f32(sub(load_u8(g.s, g.s + 8), set1_i32(32)))));
 }
 
 static void unpack_q2_k(const uint8_t* p, size_t n, Group& g) {
@@ -1640,8 +1637,8 @@ static void unpack_q4_k(const uint8_t* p, size_t n, Group& g) {
     for (size_t j = 0; j < 4; j++) store8(g.q + 256 * i + 64 * j, fields<0, 4>(b[i].q + 32 * j, 15));
     q4_scales(b[i].s, g.s + 8 * i);
   }
-  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s))));
-  store(g.e0, mul(m_pair(b, n), to_f32(load_u8(g.s + 16))));
+  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s, g.s + 8))));
+  store(g.e0, mul(m_pair(b, n), to_f32(load_u8(g.s + 16, g.s + 24))));
 }
 static void unpack_q5_k(const uint8_t* p, size_t n, Group& g) {
   const BlockQ5_K* b = reinterpret_cast<const BlockQ5_K*>(p);
@@ -1653,8 +1650,8 @@ static void unpack_q5_k(const uint8_t* p, size_t n, Group& g) {
     store8(q + 192, add8(fields<0, 4>(b[i].q + 96, 15), shl8<4>(fields<6, 7>(b[i].h, 1))));
     q4_scales(b[i].s, g.s + 8 * i);
   }
-  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s))));
-  store(g.e0, mul(m_pair(b, n), to_f32(load_u8(g.s + 16))));
+  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s, g.s + 8))));
+  store(g.e0, mul(m_pair(b, n), to_f32(load_u8(g.s + 16, g.s + 24))));
 }
 static void unpack_q6_k(const uint8_t* p, size_t n, Group& g) {
   const BlockQ6_K* b = reinterpret_cast<const BlockQ6_K*>(p);
@@ -1710,12 +1707,12 @@ DS4_INLINE i32x16 with_parity(i32x16 s) {
   p = xor_(p, shr<2>(p));
   return or_(s, shl<7>(and_bits(xor_(p, shr<1>(p)), 0x01010101)));
 }
-// Words of 4 x 7 sign bits and a 4-bit scale on top: 64 bytes of signs; the scales become 2s + 1.
-DS4_INLINE f32x16 split_signs(i32x16 v, uint8_t* signs) {
+// Words of 4 x 7 sign bits and a 4-bit scale on top: the signs as 4 bytes; the scale as 2s + 1.
+DS4_INLINE i32x16 sign_bytes(i32x16 v) {
   const i32x16 s = or_(or_(and_bits(v, 0x7f), and_bits(shl<1>(v), 0x7f00)), or_(and_bits(shl<2>(v), 0x7f0000), and_bits(shl<3>(v), 0x7f000000)));
-  store_i32(signs, with_parity(s));
-  return to_f32(or_(shl<1>(shr<28>(v)), set1_i32(1)));
+  return with_parity(s);
 }
+DS4_INLINE f32x16 top_scale(i32x16 v) { return to_f32(or_(shl<1>(shr<28>(v)), set1_i32(1))); }
 // q = 256 values, looked up in grid by 32 or 64 numbers and negated (c - value) where their sign bit is set.
 template <class I>
 DS4_INLINE void unpack_grid(const uint64_t* grid, const I* index, const uint8_t* signs, int c, int8_t* q) {
@@ -1740,7 +1737,9 @@ DS4_INLINE void join_bytes(i8x64 low, i8x64 high, uint16_t* index) {
 
 static void unpack_iq2_xxs(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ2_XXS* b = reinterpret_cast<const BlockIQ2_XXS*>(p);
-  store(g.d, mul(mul(d_pair(b, n), set1(0.125f)), split_signs(odd_words(b[0].g, b[n - 1].g), g.s)));
+  const i32x16 v = odd_words(b[0].g, b[n - 1].g);
+  store_i32(g.s, sign_bytes(v));
+  store(g.d, mul(mul(d_pair(b, n), set1(0.125f)), top_scale(v)));
   for (size_t i = 0; i < n; i++)
     for (size_t k = 0; k < 8; k += 2)
       store8(g.q + 256 * i + 32 * k, reflect_where(grid8(kGrid2xxs.data(), b[i].g[k].q, b[i].g[k + 1].q), g.s + 32 * i + 4 * k, 128));
@@ -1778,7 +1777,9 @@ static void unpack_iq2_s(const uint8_t* p, size_t n, Group& g) {
 }
 static void unpack_iq3_xxs(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ3_XXS* b = reinterpret_cast<const BlockIQ3_XXS*>(p);
-  store(g.d, mul(mul(d_pair(b, n), set1(0.25f)), split_signs(load_i32(b[0].a, b[n - 1].a), g.s)));
+  const i32x16 v = load_i32(b[0].a, b[n - 1].a);
+  store_i32(g.s, sign_bytes(v));
+  store(g.d, mul(mul(d_pair(b, n), set1(0.25f)), top_scale(v)));
   for (size_t i = 0; i < n; i++) unpack_grid(kGrid3xxs.data(), b[i].q, g.s + 32 * i, 128, g.q + 256 * i);
 }
 static void unpack_iq3_s(const uint8_t* p, size_t n, Group& g) {
@@ -1790,7 +1791,7 @@ static void unpack_iq3_s(const uint8_t* p, size_t n, Group& g) {
     const uint64_t sc = spread4(load_le<uint32_t>(b[i].s)) << 1 | 0x0101010101010101u;
     std::memcpy(g.s + 8 * i, &sc, 8);
   }
-  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s))));
+  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s, g.s + 8))));
 }
 // q = 8 * grid + 9 + shift for 256 values; shift: +-1 for every 8.
 DS4_INLINE void unpack_grid1(const uint16_t* index, const uint8_t* shift, int8_t* q) {
@@ -1984,7 +1985,19 @@ DS4_INLINE f32x16 first_of(f32x16 a, size_t n, f32x16 old) {
   return load(t);
 }
 
-constexpr size_t kRowTokens = 4;                                  // up to here a row at a time, beyond it tiles
+// Up to so many tokens a row at a time, beyond it tiles. Measured in Gweights/s, rows / tiles (4096 columns, from L3, busy machine):
+//   tokens   AVX-512: 2           3            4            6            8      AVX2: 2           3           4           6
+//   Q8_0     13.1 / 12.8  10.0 /  8.5   9.8 /  8.5   6.9 /  9.8   4.7 /  8.6  11.8 / 5.6  9.2 / 5.3  6.3 / 4.8  5.1 / 3.2
+//   MXFP4    15.3 /  9.7   9.9 / 10.3   7.7 /  7.4   7.6 /  8.0   5.7 /  7.3   8.5 / 6.5  7.3 / 5.8  6.7 / 4.7  5.6 / 3.6
+//   IQ2_XXS  24.6 /  9.0  18.5 /  8.1  15.5 /  8.0  13.0 /  7.4  10.8 /  6.5   6.8 / 5.5  5.2 / 4.8  4.1 / 4.3  2.8 / 3.8
+//   Q2_K     24.3 / 10.1  20.3 /  9.1  16.2 /  8.6  14.9 /  7.1  10.9 /  7.0  13.1 / 5.2  9.7 / 5.4  6.8 / 4.7  5.0 / 4.2
+//   Q4_K     23.1 / 10.9  17.7 / 10.2  15.6 /  9.8  16.0 /  8.4   9.8 /  7.1  10.4 / 6.3  8.0 / 6.0  5.9 / 4.9  4.0 / 4.5
+constexpr size_t kMaxRowTokens = 8;
+static size_t row_tokens(Type type) {
+  const bool lanes = type == Type::IQ2_XXS || type == Type::Q2_K || type == Type::Q4_K;   // see matmul_rows_lanes
+  if (DS4_PASS == 2) return type == Type::IQ2_XXS ? 3 : type == Type::Q4_K ? 4 : 8;
+  return DS4_PASS == 3 && lanes ? 8 : 4;
+}
 
 // Asks for the n bytes 3 kB behind p into L2, whose many open requests keep the memory busy, and for those 640 behind into
 // L1; rows lie one behind the other. Measured against plain reading in the same run: Q8_0 0.95, L2 alone 0.82, L1 alone 0.68.
@@ -2002,7 +2015,8 @@ static void matmul_rows(const Matrix& w, size_t r0, size_t r1, const void* const
   Group g = {};
   for (size_t r = r0; r < r1; r++) {
     const uint8_t* row = w.data + r * w.stride;
-    f32x16 acc[kRowTokens] = {zero(), zero(), zero(), zero()};
+    f32x16 acc[kMaxRowTokens];
+    for (size_t t = 0; t < n; t++) acc[t] = zero();
     for (size_t i = 0; i < groups; i++) {
       prefetch(row + i * group_bytes, group_bytes);
       reader.unpack(row, i, g);
@@ -2022,7 +2036,8 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
   Group g = {};
   for (size_t r = r0; r < r1; r++) {
     const uint8_t* row = w.data + r * w.stride;
-    f32x16 acc[kRowTokens] = {zero(), zero(), zero(), zero()};
+    f32x16 acc[kMaxRowTokens];
+    for (size_t t = 0; t < n; t++) acc[t] = zero();
     for (size_t i = 0; i < full; i++) {
       const uint8_t* p = row + i * reader.group_bytes();
       prefetch(p, 16 * sizeof(BlockQ8_0));
@@ -2043,13 +2058,122 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
   }
 }
 
-#if DS4_PASS == 3
-// -- few tokens, AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
-// Byte 4l + i of w[t] is value 4t + i of block l, plus `offset`: the products need no sum across lanes. For the types with
-// the most weights; the numbers are those of the Group form, so the results are too.
+#if DS4_PASS >= 2
+// -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
+// Word t of lane l is values 4t .. 4t + 3 of block l: the products need no sum across lanes. For the types with the most
+// weights; the numbers are those of the Group form, so the results are too.
+
+// Scales and minimums of the 16 blocks, as far as the type has them; a and b: the 256-blocks, twice the same where there is one.
+struct LaneScales { f32x16 d, e0, e1, m0, m1; };
+template <class B> DS4_INLINE f32x16 d_pair(const B* a, const B* b) { return pair(f16_value(a->d), f16_value(b->d)); }
+template <class B> DS4_INLINE f32x16 m_pair(const B* a, const B* b) { return pair(f16_value(a->m), f16_value(b->m)); }
+DS4_INLINE void load_scales(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneScales& g) {
+  g.d = mul(mul(d_pair(a, b), set1(0.125f)), top_scale(odd_words(a->g, b->g)));
+}
+DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& g) {
+  const i32x16 s = load_i16(a->s, b->s);
+  const f32x16 m = m_pair(a, b);
+  g.d = d_pair(a, b);
+  g.e0 = to_f32(and_bits(s, 15));
+  g.e1 = to_f32(and_bits(shr<8>(s), 15));
+  g.m0 = mul(m, to_f32(and_bits(shr<4>(s), 15)));
+  g.m1 = mul(m, to_f32(and_bits(shr<12>(s), 15)));
+}
+DS4_INLINE void load_scales(const BlockQ4_K* a, const BlockQ4_K* b, LaneScales& g) {
+  uint8_t s[32];
+  q4_scales(a->s, s);
+  q4_scales(b->s, s + 8);
+  g.d = mul(d_pair(a, b), to_f32(load_u8(s, s + 8)));
+  g.e0 = mul(m_pair(a, b), to_f32(load_u8(s + 16, s + 24)));
+}
+// acc + what the sums over values 0-15 and 16-31 of the 16 blocks from b on are worth.
+template <class Block>
+DS4_INLINE f32x16 add_sums(f32x16 acc, i32x16 lo, i32x16 hi, const LaneScales& g, const ActRow& x, size_t b) {
+  if constexpr (std::is_same_v<Block, BlockQ2_K>) {
+    acc = fma(fma(to_f32(lo), g.e0, mul(to_f32(hi), g.e1)), mul(g.d, load(x.d + b)), acc);
+    return fma(g.m1, load(x.md_hi + b), fma(g.m0, load(x.md_lo + b), acc));
+  } else {
+    acc = fma(to_f32(add(lo, hi)), mul(g.d, load(x.d + b)), acc);
+    return std::is_same_v<Block, BlockQ4_K> ? fma(g.e0, load(x.md + b), acc) : acc;
+  }
+}
+#endif
+
+#if DS4_PASS == 2
+// What add_lanes needs; the weights themselves are read for each token.
+template <class Block>
+struct LaneGroup {
+  LaneScales scales;
+  i32x16 signs;
+  const Block* block[2];
+};
+template <class Block>
+DS4_INLINE void load_lanes(const Block* a, const Block* b, LaneGroup<Block>& g) {
+  load_scales(a, b, g.scales);
+  if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) g.signs = sign_bytes(odd_words(a->g, b->g));
+  g.block[0] = a, g.block[1] = b;
+}
+DS4_INLINE __m256i word_at(const void* p) { return _mm256_set1_epi32(load_le<int32_t>(p)); }
+// The sums over 8 lanes; q: word t of the activations at 64t. Products are summed in 16 bits while they cannot overflow.
+DS4_INLINE void dot_lanes(const BlockIQ2_XXS& b, __m256i signs, const int8_t* q, __m256i* lo, __m256i* hi) {
+  const __m256i low = _mm256_set1_epi32(0x08040201), high = _mm256_set1_epi32(int(0x80402010)), one = _mm256_set1_epi8(1);
+  const __m256i lane = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+  __m256i sum[4];
+  DS4_UNROLL
+  for (int i = 0; i < 4; i++) {
+    auto entries = [&](int k0, int k1, int k2, int k3) {
+      const uint8_t index[4] = {b.g[k0].q[i], b.g[k1].q[i], b.g[k2].q[i], b.g[k3].q[i]};
+      return _mm256_castsi256_ps(_mm256_and_si256(grid8_half(kGrid2xxs.data(), index), _mm256_set1_epi8(63)));   // 64 less
+    };
+    const __m256 u = entries(0, 1, 4, 5), v = entries(2, 3, 6, 7);
+    const __m256i w0 = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0x88)), w1 = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0xdd));
+    const __m256i bits = _mm256_shuffle_epi8(signs, _mm256_add_epi8(lane, _mm256_set1_epi8(char(i))));
+    const __m256i s0 = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bits, low), low), one);       // +-1
+    const __m256i s1 = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bits, high), high), one);
+    const __m256i p0 = _mm256_maddubs_epi16(w0, _mm256_sign_epi8(load256(q + 128 * i), s0)), p1 = _mm256_maddubs_epi16(w1, _mm256_sign_epi8(load256(q + 128 * i + 64), s1));
+    sum[i] = _mm256_madd_epi16(_mm256_add_epi16(p0, p1), _mm256_set1_epi16(1));                         // 4 * 43 * 127 < 2^15
+  }
+  *lo = _mm256_add_epi32(sum[0], sum[1]);
+  *hi = _mm256_add_epi32(sum[2], sum[3]);
+}
+DS4_INLINE void dot_lanes(const BlockQ2_K& b, __m256i, const int8_t* q, __m256i* lo, __m256i* hi) {
+  const __m256i shift = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
+  DS4_UNROLL
+  for (int h = 0; h < 2; h++) {
+    __m256i p[4];
+    DS4_UNROLL
+    for (int t = 0; t < 4; t++) {
+      const __m256i w = _mm256_blend_epi32(word_at(b.q + 16 * h + 4 * t), word_at(b.q + 32 + 16 * h + 4 * t), 0xf0);
+      p[t] = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srlv_epi32(w, shift), _mm256_set1_epi8(3)), load256(q + 256 * h + 64 * t));
+    }
+    *(h == 0 ? lo : hi) = _mm256_madd_epi16(_mm256_add_epi16(_mm256_add_epi16(p[0], p[1]), _mm256_add_epi16(p[2], p[3])), _mm256_set1_epi16(1));
+  }
+}
+DS4_INLINE void dot_lanes(const BlockQ4_K& b, __m256i, const int8_t* q, __m256i* lo, __m256i* hi) {
+  const __m256i shift = _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4);
+  __m256i sum = _mm256_setzero_si256();
+  DS4_UNROLL
+  for (int t = 0; t < 8; t++) {
+    const uint8_t* p = b.q + 4 * t;
+    const __m256i w = _mm256_blend_epi32(_mm256_blend_epi32(word_at(p), word_at(p + 32), 0x0c), _mm256_blend_epi32(word_at(p + 64), word_at(p + 96), 0xc0), 0xf0);
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srlv_epi32(w, shift), _mm256_set1_epi8(15)), load256(q + 64 * t)));   // 16 * 15 * 127 < 2^15
+  }
+  *lo = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  *hi = _mm256_setzero_si256();
+}
+template <class Block>
+DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
+  i32x16 lo, hi;
+  DS4_UNROLL
+  for (int h = 0; h < 2; h++) dot_lanes(*g.block[h], g.signs.v[h], x.qt + 32 * b + 32 * h, &lo.v[h], &hi.v[h]);
+  return add_sums<Block>(acc, lo, hi, g.scales, x, b);
+}
+#elif DS4_PASS == 3
+// Weights with `offset` 64 for IQ2_XXS.
+template <class Block>
 struct LaneGroup {
   __m512i w[8];
-  f32x16 d, e0, e1, m0, m1;                    // sub-block scales and minimums, as far as the type has them
+  LaneScales scales;
 };
 
 // The grid of IQ2_XXS has three values, so an entry of eight is two bytes of 2-bit codes: the table is eight registers.
@@ -2081,8 +2205,6 @@ constexpr LaneTables make_lane_tables() {
 }
 alignas(64) constexpr LaneTables kLaneTables = make_lane_tables();
 
-DS4_INLINE __m512i lane_numbers(int step) { return _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(step)); }
-
 // Sixteen groups of 32, each eight bytes (four grid indices, a word of signs and scale), eight in ga and eight in gb:
 // w[t] = values 4t .. 4t + 3 of all groups as value[code | sign << 5]. Returns 2 * scale + 1 of each group.
 DS4_INLINE f32x16 iq2_xxs_lanes(__m512i ga, __m512i gb, __m512i value, __m512i* w) {
@@ -2090,11 +2212,12 @@ DS4_INLINE f32x16 iq2_xxs_lanes(__m512i ga, __m512i gb, __m512i value, __m512i* 
   const __m512i index = _mm512_permutex2var_epi8(ga, load512(t.index), gb);
   const __mmask64 upper = _mm512_movepi8_mask(index);
   __m512i code[2];
+  DS4_UNROLL
   for (int h = 0; h < 2; h++) {
     const uint8_t* p = t.grid[h];
     code[h] = _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(load512(p), index, load512(p + 64)), _mm512_permutex2var_epi8(load512(p + 128), index, load512(p + 192)));
   }
-  const __m512i aux = _mm512_permutex2var_epi32(ga, _mm512_add_epi32(lane_numbers(2), _mm512_set1_epi32(1)), gb);
+  const __m512i aux = _mm512_permutex2var_epi32(ga, _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), gb);
   const __m512i seven = _mm512_multishift_epi64_epi8(load512(t.spread), aux);
   const __m512i signs = _mm512_gf2p8affine_epi64_epi8(seven, _mm512_set1_epi64(0x010204081020407f), 0);    // bit 7 = parity of the others
   const __m512i low2 = _mm512_set1_epi8(3);
@@ -2106,27 +2229,21 @@ DS4_INLINE f32x16 iq2_xxs_lanes(__m512i ga, __m512i gb, __m512i value, __m512i* 
   return {_mm512_cvtepi32_ps(_mm512_or_si512(_mm512_slli_epi32(_mm512_srli_epi32(aux, 28), 1), _mm512_set1_epi32(1)))};
 }
 
-DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup& g) {
-  const f32x16 scale = iq2_xxs_lanes(load512(a->g), load512(b->g), load512(kLaneTables.value), g.w);
-  g.d = mul(mul(pair(f16_value(a->d), f16_value(b->d)), set1(0.125f)), scale);
+DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup<BlockIQ2_XXS>& g) {
+  iq2_xxs_lanes(load512(a->g), load512(b->g), load512(kLaneTables.value), g.w);
+  load_scales(a, b, g.scales);
 }
 
-DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneGroup& g) {
+DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneGroup<BlockQ2_K>& g) {
   const __m512i qa = load512(a->q), qb = load512(b->q), three = _mm512_set1_epi8(3);
   const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24), shift = _mm512_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6);
   DS4_UNROLL
   for (int w = 0; w < 8; w++)
     g.w[w] = _mm512_and_si512(_mm512_srlv_epi32(_mm512_permutex2var_epi32(qa, _mm512_add_epi32(first, _mm512_set1_epi32(w)), qb), shift), three);
-  const __m512i s = _mm512_cvtepu16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(a->s)), load128(b->s), 1)), nibble = _mm512_set1_epi32(15);
-  const f32x16 m = pair(f16_value(a->m), f16_value(b->m));
-  g.d = pair(f16_value(a->d), f16_value(b->d));
-  g.e0 = {_mm512_cvtepi32_ps(_mm512_and_si512(s, nibble))};
-  g.e1 = {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(s, 8), nibble))};
-  g.m0 = mul(m, {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(s, 4), nibble))});
-  g.m1 = mul(m, {_mm512_cvtepi32_ps(_mm512_srli_epi32(s, 12))});
+  load_scales(a, b, g.scales);
 }
 
-DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneGroup& g) {
+DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneGroup<BlockQ4_K>& g) {
   const __m512i a0 = load512(a->q), a1 = load512(a->q + 64), b0 = load512(b->q), b1 = load512(b->q + 64), nibble = _mm512_set1_epi8(15);
   const __m512i first = _mm512_setr_epi32(0, 0, 8, 8, 16, 16, 24, 24, 0, 0, 8, 8, 16, 16, 24, 24), shift = _mm512_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4);
   DS4_UNROLL
@@ -2135,18 +2252,12 @@ DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneGroup& g)
     const __m512i q = _mm512_mask_blend_epi32(0xff00, _mm512_permutex2var_epi32(a0, at, a1), _mm512_permutex2var_epi32(b0, at, b1));
     g.w[w] = _mm512_and_si512(_mm512_srlv_epi32(q, shift), nibble);
   }
-  alignas(64) uint8_t sa[32], sb[32];
-  q4_scales(a->s, sa);
-  q4_scales(b->s, sb);
-  const __m128i scale = _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(sa)), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(sb)));
-  const __m128i minimum = _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(sa + 16)), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(sb + 16)));
-  g.d = mul(pair(f16_value(a->d), f16_value(b->d)), {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(scale))});
-  g.e0 = mul(pair(f16_value(a->m), f16_value(b->m)), {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(minimum))});
+  load_scales(a, b, g.scales);
 }
 
 // acc + the 16 blocks from b on times the activations.
 template <class Block>
-DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup& g, const ActRow& x, size_t b) {
+DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
   const int8_t* q = x.qt + 32 * b;
   __m512i lo = _mm512_setzero_si512(), hi = lo;
   if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) lo = _mm512_srai_epi32(load512(x.c + b), 1);          // -64 * sum
@@ -2154,27 +2265,23 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup& g, const ActRow& x, siz
   for (int t = 0; t < 4; t++) lo = _mm512_dpbusd_epi32(lo, g.w[t], load512(q + 64 * t));
   DS4_UNROLL
   for (int t = 4; t < 8; t++) hi = _mm512_dpbusd_epi32(hi, g.w[t], load512(q + 64 * t));
-  if constexpr (std::is_same_v<Block, BlockQ2_K>) {
-    const f32x16 sum = fma({_mm512_cvtepi32_ps(lo)}, g.e0, mul({_mm512_cvtepi32_ps(hi)}, g.e1));
-    acc = fma(sum, mul(g.d, load(x.d + b)), acc);
-    return fma(g.m1, load(x.md_hi + b), fma(g.m0, load(x.md_lo + b), acc));
-  } else {
-    acc = fma({_mm512_cvtepi32_ps(_mm512_add_epi32(lo, hi))}, mul(g.d, load(x.d + b)), acc);
-    return std::is_same_v<Block, BlockQ4_K> ? fma(g.e0, load(x.md + b), acc) : acc;
-  }
+  return add_sums<Block>(acc, {lo}, {hi}, g.scales, x, b);
 }
+#endif
 
+#if DS4_PASS >= 2
 template <class Block, bool kOne>
 static void matmul_rows_lanes(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
   const size_t n = kOne ? 1 : n_tokens;
   const size_t n_blocks = w.cols / 256;
   for (size_t r = r0; r < r1; r++) {
     const Block* row = reinterpret_cast<const Block*>(w.data + r * w.stride);
-    f32x16 acc[kRowTokens] = {zero(), zero(), zero(), zero()};
+    f32x16 acc[kMaxRowTokens];
+    for (size_t t = 0; t < n; t++) acc[t] = zero();
     for (size_t i = 0; i < n_blocks; i += 2) {
       prefetch(reinterpret_cast<const uint8_t*>(row + i), 2 * sizeof(Block));
       const bool both = i + 1 < n_blocks;
-      LaneGroup g;
+      LaneGroup<Block> g;
       load_lanes(row + i, row + i + both, g);
       for (size_t t = 0; t < n; t++) {
         const f32x16 sum = add_lanes<Block>(acc[t], g, act_row(x[t], w.cols), 8 * i);
@@ -2422,8 +2529,8 @@ static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* cons
 static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
   using Multiply = void (*)(const Matrix&, size_t, size_t, const void* const*, float* const*, size_t);
   const Format* f = find_format(w.type);
-  if (n <= kRowTokens) {
-#if DS4_PASS == 3
+  if (n <= row_tokens(w.type)) {
+#if DS4_PASS >= 2
     if (w.type == Type::IQ2_XXS) return (n == 1 ? matmul_rows_lanes<BlockIQ2_XXS, true> : matmul_rows_lanes<BlockIQ2_XXS, false>)(w, r0, r1, x, out, n);
     if (w.type == Type::Q2_K) return (n == 1 ? matmul_rows_lanes<BlockQ2_K, true> : matmul_rows_lanes<BlockQ2_K, false>)(w, r0, r1, x, out, n);
     if (w.type == Type::Q4_K) return (n == 1 ? matmul_rows_lanes<BlockQ4_K, true> : matmul_rows_lanes<BlockQ4_K, false>)(w, r0, r1, x, out, n);
@@ -2460,7 +2567,8 @@ struct LoadBF16 {
   static DS4_INLINE f32x16 at(const uint16_t* p) { return load_bf16(p); }
 };
 
-// out[r + i] = row i of data . x for one token, straight from the file.
+// out[r + i] = row i of data . x for one token, straight from the file. Asks for the next rows: what lies a little further on
+// in these is another of them.
 template <class L, int kRows>
 DS4_INLINE void dot_rows(const uint8_t* data, size_t stride, const float* x, size_t n, float* out) {
   using Elem = typename L::Elem;
@@ -2473,7 +2581,7 @@ DS4_INLINE void dot_rows(const uint8_t* data, size_t stride, const float* x, siz
     const f32x16 v = load(x + k);
     DS4_UNROLL
     for (int i = 0; i < kRows; i++) {
-      if (k % 64 == 0) __builtin_prefetch(w[i] + k + 512);
+      if (k * sizeof(Elem) % 64 == 0) __builtin_prefetch(reinterpret_cast<const uint8_t*>(w[i] + k) + kRows * stride, 0, 2);
       acc[i] = fma(L::at(w[i] + k), v, acc[i]);
     }
   }
@@ -3225,9 +3333,11 @@ DS4_TARGET_POP
 // =============================================================================
 // 6. DISPATCH — sections 4 and 5 once per ISA, one table of kernels each, the choice among them.   uses: 5
 // =============================================================================
-// The file includes itself by its name; only sections 4 and 5 are not skipped then.
+// The file includes itself by its name; only sections 4 and 5 are not skipped then. DS4_SCALAR_ONLY leaves the other
+// instruction sets out: a portable build, and one that compiles in a fraction of the time (fuzzing).
 
-#if defined(__aarch64__)
+#if defined(DS4_SCALAR_ONLY)
+#elif defined(__aarch64__)
 #define DS4_PASS 1
 #include "ds4.cpp"
 #elif defined(__x86_64__)
@@ -3242,7 +3352,8 @@ namespace ds4 {
 // The tables this CPU can run: scalar first, the fastest last. All give the same bits.
 [[maybe_unused]] static std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> all{&scalar::kernels};
-#if defined(__aarch64__)
+#if defined(DS4_SCALAR_ONLY)
+#elif defined(__aarch64__)
   all.push_back(&neon::kernels);
 #elif defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");            // these CPUs have F16C

@@ -1,7 +1,7 @@
 // libFuzzer: JSON, the reply parsers, the gate and UTF-8 output on any bytes.
 // The first byte chooses the modes and the seed of the cuts; the rest is the text.
-#define DS4_NO_MAIN
-#include "../../ds4.cpp"
+
+namespace chat_fuzz {
 
 using namespace ds4;
 
@@ -49,7 +49,7 @@ static void fuzz_reply(std::string_view text, bool thinking, bool tools, Rng& rn
   for (char c : terminal_safe(text)) require(uint8_t(c) >= 0x20 || c == '\n' || c == '\t');
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+static int fuzz_chat(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
   const std::string_view text(reinterpret_cast<const char*>(data) + 1, size - 1);
   Rng rng(data[0]);
@@ -57,3 +57,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fuzz_reply(text, data[0] & 1, data[0] & 2, rng);
   return 0;
 }
+
+}  // namespace chat_fuzz

@@ -1,8 +1,6 @@
 // Any bytes through the encoder and back: same bytes, no control token out of plain text, chunk borders leave no trace.
-#define DS4_NO_MAIN
-#include "../../ds4.cpp"
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+static int fuzz_tokenizer(const uint8_t* data, size_t size) {
   using namespace ds4;
   const char* model = std::getenv("DS4_FUZZ_MODEL");
   static const Gguf file(model ? model : "tests/data/nano.gguf");

@@ -802,9 +802,10 @@ DS4_INLINE float reduce_max(f32x16 a) {
 DS4_INLINE f32x16 to_f32(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 DS4_INLINE i32x16 set1_i32(int32_t a) { return {_mm512_set1_epi32(a)}; }
 DS4_INLINE i32x16 load_i32(const void* p) { return {load512(p)}; }
-DS4_INLINE i32x16 odd_words(const void* p, const void* q) {
-  return {_mm512_permutex2var_epi32(load512(p), _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), load512(q))};
+DS4_INLINE i32x16 odd_words(__m512i a, __m512i b) {
+  return {_mm512_permutex2var_epi32(a, _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), b)};
 }
+DS4_INLINE i32x16 odd_words(const void* p, const void* q) { return odd_words(load512(p), load512(q)); }
 DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {_mm512_inserti64x4(_mm512_castsi256_si512(load256(p)), load256(q), 1)}; }
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(load64(p), load64(q)))}; }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {_mm512_cvtepi16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1))}; }
@@ -1985,18 +1986,18 @@ DS4_INLINE f32x16 first_of(f32x16 a, size_t n, f32x16 old) {
   return load(t);
 }
 
-// Up to so many tokens a row at a time, beyond it tiles. Measured in Gweights/s, rows / tiles (4096 columns, from L3, busy machine):
-//   tokens   AVX-512: 2           3            4            6            8      AVX2: 2           3           4           6
-//   Q8_0     13.1 / 12.8  10.0 /  8.5   9.8 /  8.5   6.9 /  9.8   4.7 /  8.6  11.8 / 5.6  9.2 / 5.3  6.3 / 4.8  5.1 / 3.2
-//   MXFP4    15.3 /  9.7   9.9 / 10.3   7.7 /  7.4   7.6 /  8.0   5.7 /  7.3   8.5 / 6.5  7.3 / 5.8  6.7 / 4.7  5.6 / 3.6
-//   IQ2_XXS  24.6 /  9.0  18.5 /  8.1  15.5 /  8.0  13.0 /  7.4  10.8 /  6.5   6.8 / 5.5  5.2 / 4.8  4.1 / 4.3  2.8 / 3.8
-//   Q2_K     24.3 / 10.1  20.3 /  9.1  16.2 /  8.6  14.9 /  7.1  10.9 /  7.0  13.1 / 5.2  9.7 / 5.4  6.8 / 4.7  5.0 / 4.2
-//   Q4_K     23.1 / 10.9  17.7 / 10.2  15.6 /  9.8  16.0 /  8.4   9.8 /  7.1  10.4 / 6.3  8.0 / 6.0  5.9 / 4.9  4.0 / 4.5
+// Up to so many tokens a row at a time, beyond it tiles. Measured in Gweights/s, rows / tiles (4096 columns, weights in L3):
+//   tokens   AVX-512: 2           3            4            6            8      AVX2: 2            4           6           8
+//   Q8_0     20.8 / 12.0  17.0 / 12.6  13.5 / 12.2  10.0 / 10.6   7.1 /  9.2  15.6 / 7.8   9.6 / 6.0   6.4 / 4.5   4.8 / 4.2
+//   MXFP4    14.9 / 11.4  13.6 / 12.3  10.6 / 12.1   8.2 / 10.0   6.0 /  8.9  12.1 / 8.1   8.4 / 6.0   6.3 / 4.9   4.7 / 4.3
+//   IQ2_XXS  28.8 / 17.6  24.3 / 18.4  20.8 / 17.1  17.2 / 14.4  13.0 / 11.1   8.4 / 6.9   4.8 / 5.3   3.2 / 4.4   2.3 / 3.9
+//   Q2_K     30.4 / 12.5  26.5 / 12.9  20.1 / 12.7  16.5 / 10.2  11.6 /  8.7  14.8 / 7.8   8.2 / 5.7   5.7 / 4.7   4.2 / 4.2
+//   Q4_K     27.8 / 12.1  25.6 / 13.5  21.1 / 13.6  17.1 / 10.9  11.8 /  9.1  12.4 / 8.6   7.4 / 6.4   5.1 / 5.0   3.6 / 4.6
 constexpr size_t kMaxRowTokens = 8;
 static size_t row_tokens(Type type) {
   const bool lanes = type == Type::IQ2_XXS || type == Type::Q2_K || type == Type::Q4_K;   // see matmul_rows_lanes
-  if (DS4_PASS == 2) return type == Type::IQ2_XXS ? 3 : type == Type::Q4_K ? 4 : 8;
-  return DS4_PASS == 3 && lanes ? 8 : 4;
+  if (DS4_PASS == 2) return type == Type::IQ2_XXS ? 3 : type == Type::Q4_K ? 6 : 8;
+  return DS4_PASS == 3 && lanes ? 8 : type == Type::Q8_0 ? 4 : 3;
 }
 
 // Asks for the n bytes 3 kB behind p into L2, whose many open requests keep the memory busy, and for those 640 behind into
@@ -2217,7 +2218,7 @@ DS4_INLINE f32x16 iq2_xxs_lanes(__m512i ga, __m512i gb, __m512i value, __m512i* 
     const uint8_t* p = t.grid[h];
     code[h] = _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(load512(p), index, load512(p + 64)), _mm512_permutex2var_epi8(load512(p + 128), index, load512(p + 192)));
   }
-  const __m512i aux = _mm512_permutex2var_epi32(ga, _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31), gb);
+  const __m512i aux = odd_words(ga, gb).v;
   const __m512i seven = _mm512_multishift_epi64_epi8(load512(t.spread), aux);
   const __m512i signs = _mm512_gf2p8affine_epi64_epi8(seven, _mm512_set1_epi64(0x010204081020407f), 0);    // bit 7 = parity of the others
   const __m512i low2 = _mm512_set1_epi8(3);
@@ -2226,7 +2227,7 @@ DS4_INLINE f32x16 iq2_xxs_lanes(__m512i ga, __m512i gb, __m512i value, __m512i* 
     const __m512i c = _mm512_multishift_epi64_epi8(load512(t.code[k / 2]), code[k % 2]), n = _mm512_multishift_epi64_epi8(load512(t.sign[k]), signs);
     w[k] = _mm512_permutexvar_epi8(_mm512_ternarylogic_epi32(low2, c, n, 0xca), value);
   }
-  return {_mm512_cvtepi32_ps(_mm512_or_si512(_mm512_slli_epi32(_mm512_srli_epi32(aux, 28), 1), _mm512_set1_epi32(1)))};
+  return top_scale({aux});
 }
 
 DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup<BlockIQ2_XXS>& g) {

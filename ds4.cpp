@@ -3450,7 +3450,8 @@ class ThreadPool {
   int size() const { return n_threads_; }
 
   // Calls f(chunk, thread) once for every chunk in [0, n_chunks), thread in [0, size()); returns when all are done.
-  // Chunks are handed out in ascending order. No allocation; f must not throw and not call run().
+  // Each thread has a run of neighbouring chunks, in ascending order, so that what it prefetches behind a chunk is its own
+  // next one; who is done with his own takes from the others'. No allocation; f must not throw and not call run().
   template <class F>
   void run(size_t n_chunks, const F& f) {
     if (n_threads_ == 1 || n_chunks <= 1) {
@@ -3477,6 +3478,8 @@ class ThreadPool {
   // sits on the bench, asleep, for a while that doubles each time until an account is full again: probing a core that
   // stays busy costs one slice in kLongestBench, and one slice lost now and then costs nothing.
   struct alignas(64) Worker {
+    std::atomic<size_t> unclaimed{0};        // chunks of its part that nobody has taken yet; the next is end - unclaimed
+    size_t end = 0;                          // of its part
     std::atomic<bool> benched{false};
     std::atomic<double> finished{0};         // when, if the caller was asleep waiting for it
     double credit = kCredit;                 // this and the next two belong to the caller
@@ -3489,13 +3492,24 @@ class ThreadPool {
 
   void run_job() {
     const double begin = now_seconds();
-    open_ = n_chunks_;
-    unclaimed_ = n_chunks_;                  // seq_cst, pairs with the sleep of a worker
+    size_t n_active = 1;
     for (int i = 1; i < n_threads_; i++) {
       Worker& w = workers_[i];
       if (w.benched && begin >= w.until) w.benched = false;
-      if (!w.benched) w.parker.wake();
+      n_active += !w.benched;
     }
+    open_ = n_chunks_;
+    size_t part = 0, first = 0;
+    for (int i = 0; i < n_threads_; i++) {
+      Worker& w = workers_[i];
+      if (w.benched) continue;               // its part is empty since the last job
+      w.end = n_chunks_ * ++part / n_active;
+      w.unclaimed = w.end - first;
+      first = w.end;
+    }
+    job_++;                                  // seq_cst, pairs with the sleep of a worker
+    for (int i = 1; i < n_threads_; i++)
+      if (!workers_[i].benched) workers_[i].parker.wake();
     const size_t n_mine = work_off(0);
     const double idle_from = now_seconds();
     if (open_ != 0) wait_for_the_last(idle_from, n_mine ? (idle_from - begin) / double(n_mine) : 0);
@@ -3508,15 +3522,18 @@ class ThreadPool {
     }
   }
 
-  // Takes chunks until none is left; returns how many.
+  // Takes chunks until none is left, first from its own part; returns how many.
   size_t work_off(int thread) {
     size_t n_done = 0;
-    for (size_t left = unclaimed_; left > 0;) {
-      if (!unclaimed_.compare_exchange_weak(left, left - 1)) continue;
-      // The claimed chunk keeps the job alive: its fields cannot change before open_ is down to 0.
-      call_(context_, n_chunks_ - left, thread);
-      n_done++;
-      left = unclaimed_;
+    for (int i = 0; i < n_threads_; i++) {
+      Worker& w = workers_[(thread + i) % n_threads_];
+      for (size_t left = w.unclaimed; left > 0;) {
+        if (!w.unclaimed.compare_exchange_weak(left, left - 1)) continue;
+        // The claimed chunk keeps the job alive: its fields cannot change before open_ is down to 0.
+        call_(context_, w.end - left, thread);
+        n_done++;
+        left = w.unclaimed;
+      }
     }
     if (n_done == 0) return 0;
     if (thread != 0 && caller_waits_) note_finish(workers_[thread]);
@@ -3526,8 +3543,9 @@ class ThreadPool {
 
   void work(int thread) {
     Worker& me = workers_[thread];
-    while (!quit_) {
-      me.parker.wait([&] { return quit_ || (unclaimed_ != 0 && !me.benched); }, me.benched ? 0 : kSpin);
+    for (uint64_t seen = 0; !quit_;) {
+      me.parker.wait([&] { return quit_ || (job_ != seen && !me.benched); }, me.benched ? 0 : kSpin);
+      seen = job_;
       work_off(thread);
     }
   }
@@ -3565,13 +3583,13 @@ class ThreadPool {
   }
 
   int n_threads_;
-  std::unique_ptr<Worker[]> workers_;        // [0] is the caller's, unused
+  std::unique_ptr<Worker[]> workers_;        // [0] is the caller's: only its part is used
   std::atomic<bool> quit_{false};
-  // The job: plain fields are written before unclaimed_ and read after a claim.
+  // The job: plain fields are written before the parts' unclaimed and read after a claim.
   size_t n_chunks_ = 0;
   const void* context_ = nullptr;
   void (*call_)(const void*, size_t, int) = nullptr;
-  alignas(64) std::atomic<size_t> unclaimed_{0};     // chunks nobody has taken yet; the next is n_chunks_ - unclaimed_
+  alignas(64) std::atomic<uint64_t> job_{0};         // number of the last job
   alignas(64) std::atomic<size_t> open_{0};          // chunks not finished yet
   std::atomic<bool> caller_waits_{false};            // asleep: workers note when they finish
   Parker caller_;

@@ -1713,7 +1713,7 @@ DS4_INLINE i32x16 sign_bytes(i32x16 v) {
   const i32x16 s = or_(or_(and_bits(v, 0x7f), and_bits(shl<1>(v), 0x7f00)), or_(and_bits(shl<2>(v), 0x7f0000), and_bits(shl<3>(v), 0x7f000000)));
   return with_parity(s);
 }
-DS4_INLINE f32x16 top_scale(i32x16 v) { return to_f32(or_(shl<1>(shr<28>(v)), set1_i32(1))); }
+DS4_INLINE f32x16 top_scale(i32x16 v) { return to_f32(or_(shr<27>(v), set1_i32(1))); }
 // q = 256 values, looked up in grid by 32 or 64 numbers and negated (c - value) where their sign bit is set.
 template <class I>
 DS4_INLINE void unpack_grid(const uint64_t* grid, const I* index, const uint8_t* signs, int c, int8_t* q) {
@@ -2066,8 +2066,19 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 
 // Scales and minimums of the 16 blocks, as far as the type has them; a and b: the 256-blocks, twice the same where there is one.
 struct LaneScales { f32x16 d, e0, e1, m0, m1; };
-template <class B> DS4_INLINE f32x16 d_pair(const B* a, const B* b) { return pair(f16_value(a->d), f16_value(b->d)); }
-template <class B> DS4_INLINE f32x16 m_pair(const B* a, const B* b) { return pair(f16_value(a->m), f16_value(b->m)); }
+#if DS4_PASS == 3
+// Through memory: converting a register costs a shuffle more, and the shuffle port is what these kernels are short of.
+DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) {
+  uint64_t two = uint64_t(lo) | uint64_t(hi) << 16;
+  asm("" : "+m"(two));
+  const __m512 v = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&two))));
+  return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), v)};
+}
+#else
+DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { return pair(f16_value(lo), f16_value(hi)); }
+#endif
+template <class B> DS4_INLINE f32x16 d_pair(const B* a, const B* b) { return half_pair(a->d, b->d); }
+template <class B> DS4_INLINE f32x16 m_pair(const B* a, const B* b) { return half_pair(a->m, b->m); }
 DS4_INLINE void load_scales(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneScales& g) {
   g.d = mul(mul(d_pair(a, b), set1(0.125f)), top_scale(odd_words(a->g, b->g)));
 }
@@ -2177,13 +2188,14 @@ struct LaneGroup {
   LaneScales scales;
 };
 
-// The grid of IQ2_XXS has three values, so an entry of eight is two bytes of 2-bit codes: the table is eight registers.
+// The grid of IQ2_XXS has three values, so an entry of eight is 16 bits of 2-bit codes: the table is eight registers.
+// Nibble k of an entry is the codes of values k and 4 + k; with two bits of signs behind it that is the index of both.
 struct LaneTables {
-  uint8_t grid[2][256];                        // codes of values 0..3 and 4..7 of an entry
-  uint8_t index[64];                           // byte 8j + 2i + h: where entry number i of block 2j + h is stored
-  uint8_t code[4][64];                         // bit positions of the codes of entry i of both blocks of a quad word
-  uint8_t spread[64], sign[8][64];             // of the 7-bit sign fields; of the signs of w[t], in bit 5
-  uint8_t value[64];                           // code in bits 0-1, sign in bit 5 -> 64 +- value
+  uint8_t grid[2][256];                        // nibbles 0-1 and 2-3 of an entry
+  uint8_t index[64];                           // where unpacking wants the entry numbers: bytes of the sixteen groups
+  uint8_t code[2][64];                         // bit positions of the nibbles of an even and an odd entry
+  uint8_t spread[64], sign[4][64];             // of the 7-bit sign fields; of the signs of entry i, in bits 4 and 5
+  uint8_t value[2][64];                        // index -> 64 +- value k, 64 +- value 4 + k
 };
 constexpr LaneTables make_lane_tables() {
   LaneTables t{};
@@ -2192,23 +2204,30 @@ constexpr LaneTables make_lane_tables() {
     for (int k = 0; k < 8; k++) {
       const int v = int(kGrid2xxs[size_t(e)] >> 8 * k & 255) - 64;
       const int code = v == kValues[0] ? 0 : v == kValues[1] ? 1 : 2;
-      t.grid[k / 4][e] = uint8_t(t.grid[k / 4][e] | code << 2 * (k % 4));
+      uint8_t& byte = t.grid[k % 4 / 2][e];
+      byte = uint8_t(byte | code << (4 * (k % 2) + 2 * (k / 4)));
     }
   for (int b = 0; b < 64; b++) {
-    const int j = b / 8, h = b / 4 % 2, k = b % 4;
-    t.index[b] = uint8_t(8 * (2 * j + b % 2) + b % 8 / 2);
-    for (int i = 0; i < 4; i++) t.code[i][b] = uint8_t(16 * i + 8 * h + 2 * k);
+    const int h = b / 4 % 2, k = b % 4;          // byte k of group 2j + h, j = b / 8
+    t.index[b] = uint8_t(8 * (b / 16 * 4 + b % 8 / 4 * 2 + b % 2) + b / 8 % 2 * 2 + b / 2 % 2);
+    for (int i = 0; i < 2; i++) t.code[i][b] = uint8_t(32 * i + 16 * h + 4 * k);
     t.spread[b] = uint8_t(32 * h + 7 * k);
-    for (int w = 0; w < 8; w++) t.sign[w][b] = uint8_t((32 * h + 4 * w + k - 5) & 63);
-    t.value[b] = uint8_t(64 + (b & 32 ? -kValues[b & 3] : kValues[b & 3]));
+    for (int i = 0; i < 4; i++) t.sign[i][b] = uint8_t((32 * h + 8 * i + 2 * k - 4) & 63);
+    for (int half = 0; half < 2; half++) {
+      const int v = kValues[b >> 2 * half & 3];
+      t.value[half][b] = uint8_t(64 + (b & 16 << half ? -v : v));
+    }
   }
   return t;
 }
 alignas(64) constexpr LaneTables kLaneTables = make_lane_tables();
 
-// Sixteen groups of 32, each eight bytes (four grid indices, a word of signs and scale), eight in ga and eight in gb:
-// w[t] = values 4t .. 4t + 3 of all groups as value[code | sign << 5]. Returns 2 * scale + 1 of each group.
-DS4_INLINE f32x16 iq2_xxs_lanes(__m512i ga, __m512i gb, __m512i value, __m512i* w) {
+// Sixteen groups of 32, each eight bytes (four grid indices, a word of signs and scale), eight in ga and eight in gb.
+struct Iq2Lanes {
+  __m512i code[2], signs;                      // of entries 0-1 and 2-3; byte i: bits 2k and 2k + 1 are the signs of values k and 4 + k of entry i
+  f32x16 scale;                                // 2 * scale + 1
+};
+DS4_INLINE Iq2Lanes iq2_xxs_codes(__m512i ga, __m512i gb) {
   const LaneTables& t = kLaneTables;
   const __m512i index = _mm512_permutex2var_epi8(ga, load512(t.index), gb);
   const __mmask64 upper = _mm512_movepi8_mask(index);
@@ -2220,19 +2239,25 @@ DS4_INLINE f32x16 iq2_xxs_lanes(__m512i ga, __m512i gb, __m512i value, __m512i* 
   }
   const __m512i aux = odd_words(ga, gb).v;
   const __m512i seven = _mm512_multishift_epi64_epi8(load512(t.spread), aux);
-  const __m512i signs = _mm512_gf2p8affine_epi64_epi8(seven, _mm512_set1_epi64(0x010204081020407f), 0);    // bit 7 = parity of the others
-  const __m512i low2 = _mm512_set1_epi8(3);
+  const __m512i signs = _mm512_gf2p8affine_epi64_epi8(seven, _mm512_set1_epi64(0x011002200440087f), 0);    // the eighth is the parity of the others
+  return {{_mm512_unpacklo_epi8(code[0], code[1]), _mm512_unpackhi_epi8(code[0], code[1])}, signs, top_scale({aux})};
+}
+// w[t] = values 4t .. 4t + 3 of all groups by the tables `even` (t even) and `odd`.
+DS4_INLINE void iq2_xxs_values(const Iq2Lanes& g, __m512i even, __m512i odd, __m512i* w) {
+  const LaneTables& t = kLaneTables;
   DS4_UNROLL
-  for (int k = 0; k < 8; k++) {
-    const __m512i c = _mm512_multishift_epi64_epi8(load512(t.code[k / 2]), code[k % 2]), n = _mm512_multishift_epi64_epi8(load512(t.sign[k]), signs);
-    w[k] = _mm512_permutexvar_epi8(_mm512_ternarylogic_epi32(low2, c, n, 0xca), value);
+  for (int i = 0; i < 4; i++) {
+    const __m512i c = _mm512_multishift_epi64_epi8(load512(t.code[i % 2]), g.code[i / 2]), n = _mm512_multishift_epi64_epi8(load512(t.sign[i]), g.signs);
+    const __m512i index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), c, n, 0xca);
+    w[2 * i] = _mm512_permutexvar_epi8(index, even);
+    w[2 * i + 1] = _mm512_permutexvar_epi8(index, odd);
   }
-  return top_scale({aux});
 }
 
 DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup<BlockIQ2_XXS>& g) {
-  iq2_xxs_lanes(load512(a->g), load512(b->g), load512(kLaneTables.value), g.w);
-  load_scales(a, b, g.scales);
+  const Iq2Lanes lanes = iq2_xxs_codes(load512(a->g), load512(b->g));
+  iq2_xxs_values(lanes, load512(kLaneTables.value[0]), load512(kLaneTables.value[1]), g.w);
+  g.scales.d = mul(mul(d_pair(a, b), set1(0.125f)), lanes.scale);
 }
 
 DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneGroup<BlockQ2_K>& g) {
@@ -2369,12 +2394,13 @@ DS4_INLINE void load_panel(const BlockIQ2_XXS* const* rows, PanelBlock* panel) {
   for (int k = 0; k < 8; k++) in[k] = load512(rows[8 + k]->g);
   transpose8(in, gb);
   const f32x16 eighth = mul(load_f16(d), set1(0.125f));
-  const __m512i value = _mm512_add_epi8(load512(kLaneTables.value), _mm512_set1_epi8(kBias - 64));
+  const __m512i bias = _mm512_set1_epi8(kBias - 64), even = _mm512_add_epi8(load512(kLaneTables.value[0]), bias), odd = _mm512_add_epi8(load512(kLaneTables.value[1]), bias);
   for (int b = 0; b < 8; b++) {
-    const f32x16 scale = iq2_xxs_lanes(ga[b], gb[b], value, w);
+    const Iq2Lanes lanes = iq2_xxs_codes(ga[b], gb[b]);
+    iq2_xxs_values(lanes, even, odd, w);
     DS4_UNROLL
     for (int k = 0; k < 8; k++) _mm512_store_si512(panel[b].w[k], w[k]);
-    store(panel[b].d, mul(eighth, scale));
+    store(panel[b].d, mul(eighth, lanes.scale));
   }
 }
 

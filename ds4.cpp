@@ -3719,7 +3719,7 @@ static std::string printable(std::string_view s, size_t max_bytes = 96) {
 struct GgufOptions {
   bool no_mmap = false;          // read the file into memory instead of mapping it
   bool mlock = false;            // keep every page resident; a warning if the system refuses
-  bool warm = false;             // touch every page now
+  bool warm = false;             // read all of it now, into large pages where the system has them
 };
 
 // Tells the system that [p, p + n) is needed soon, so that it starts reading. Never fails.
@@ -3770,7 +3770,7 @@ class MappedFile {
     if (fd < 0) fail("cannot open %s: %s", path.c_str(), std::strerror(errno));
     struct Closer {
       int fd;
-      ~Closer() { close(fd); }
+      ~Closer() { if (fd >= 0) close(fd); }
     } closer{fd};
     struct stat st;
     if (fstat(fd, &st) != 0) fail("cannot stat %s: %s", path.c_str(), std::strerror(errno));
@@ -3780,6 +3780,7 @@ class MappedFile {
     size_ = size_t(st.st_size);
     if (options.no_mmap) read_all(fd);
     else map(fd);
+    if (options.warm) fd_ = std::exchange(closer.fd, -1);
     if (options.mlock && !lock_pages(data_, size_))
       warn("%s: cannot keep %.1f GB in memory: %s (see ulimit -l)", path.c_str(), double(size_) / 1e9, std::strerror(errno));
   }
@@ -3791,7 +3792,25 @@ class MappedFile {
       slot_->begin = 0;
     }
     if (data_) munmap(const_cast<uint8_t*>(data_), size_);
+    if (fd_ >= 0) close(fd_);
   }
+
+  // Reads every page. What another program wrote or read before lies in memory in pages of 4 kB; where they can be of 2 MB
+  // it is dropped and read again into those.
+  void warm() const {
+    const size_t piece = std::max<size_t>(64 << 20, size_ / 32 & ~((size_t(2) << 20) - 1));
+    bool renew = large_pages_;
+    for (size_t at = 0; at < size_; at += piece) {
+      const size_t n = std::min(piece, size_ - at), before = renew ? large_page_bytes() : 0;
+      touch(at, n);
+      if (!renew || large_page_bytes() - before > n / 2) continue;
+      madvise(const_cast<uint8_t*>(data_) + at, n, MADV_DONTNEED);
+      posix_fadvise(fd_, off_t(at), off_t(n), POSIX_FADV_DONTNEED);
+      touch(at, n);
+      if (large_page_bytes() - before < n / 2) renew = false;          // not on this system, or not for this file
+    }
+  }
+
   const std::string& path() const { return path_; }
   const uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
@@ -3803,8 +3822,29 @@ class MappedFile {
     data_ = static_cast<const uint8_t*>(p);
     // Where files can lie in memory in 2 MB pieces, reading weights costs a third less time (address translation); pieces
     // that large would be wrong for a file that does not fit into memory.
-    if (double(size_) < 0.8 * double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE))) madvise(p, size_, MADV_HUGEPAGE);
+    large_pages_ = double(size_) < 0.8 * double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE)) && madvise(p, size_, MADV_HUGEPAGE) == 0;
     watch();
+  }
+
+  void touch(size_t at, size_t n) const {
+    static const size_t page = size_t(sysconf(_SC_PAGESIZE));
+    prefetch_pages(data_ + at, n);
+    for (size_t end = at + n; at < end; at += page) (void)*static_cast<const volatile uint8_t*>(data_ + at);
+  }
+
+  // How much of the mapping is reached by one translation for each 2 MB; 0 where the system does not tell.
+  size_t large_page_bytes() const {
+    std::FILE* f = std::fopen("/proc/self/smaps", "re");
+    if (!f) return 0;
+    size_t kb = 0, field;
+    char line[512];
+    for (bool ours = false; std::fgets(line, sizeof line, f);) {
+      unsigned long long begin, end;
+      if (std::sscanf(line, "%llx-%llx ", &begin, &end) == 2) ours = begin >= uintptr_t(data_) && end <= uintptr_t(data_) + size_ + 4095;
+      else if (ours && std::sscanf(line, "FilePmdMapped: %zu", &field) == 1) kb += field;
+    }
+    std::fclose(f);
+    return kb * 1024;
   }
 
   void read_all(int fd) {
@@ -3849,6 +3889,8 @@ class MappedFile {
   std::string path_;
   const uint8_t* data_ = nullptr;
   size_t size_ = 0;
+  int fd_ = -1;                  // kept for warm()
+  bool large_pages_ = false;     // asked for
   FaultRange* slot_ = nullptr;
 };
 
@@ -3995,7 +4037,8 @@ class Gguf {
       }
     }
     index_tensors();
-    if (options.warm) touch_pages();
+    if (options.warm)
+      for (const auto& f : files_) f->warm();
   }
   Gguf(const Gguf&) = delete;
   Gguf& operator=(const Gguf&) = delete;
@@ -4335,14 +4378,6 @@ class Gguf {
     const size_t twice = tensor_index_.build(tensors_.size(), tensor_name());
     if (twice < tensors_.size()) {
       fail("%s: tensor %s is there twice", shard_path(tensors_[twice]).c_str(), printable(tensors_[twice].name).c_str());
-    }
-  }
-
-  void touch_pages() const {
-    const size_t page = size_t(sysconf(_SC_PAGESIZE));
-    for (const auto& f : files_) {
-      prefetch_pages(f->data(), f->size());
-      for (size_t at = 0; at < f->size(); at += page) (void)*static_cast<const volatile uint8_t*>(f->data() + at);
     }
   }
 
@@ -9580,7 +9615,7 @@ static const Option kOptions[] = {
   {"--mlock", "", "keep all weights in memory", false, [](Options& o, const OptionValue& v) { o.gguf.mlock = v.on; }},
   {"--mlock-dense", "", "keep all weights but the experts in memory", false,
    [](Options& o, const OptionValue& v) { o.mlock_dense = v.on; }},
-  {"--warm-weights", "", "read all weights once before starting", false,
+  {"--warm-weights", "", "read all weights first, into large pages", false,
    [](Options& o, const OptionValue& v) { o.gguf.warm = v.on; }},
   {"--exact", "", "float activations with every weight type: slow, for checking quantised kernels", false,
    [](Options& o, const OptionValue& v) { o.run.exact = v.on; }},
@@ -11069,11 +11104,14 @@ static void fill_weights(AlignedBuffer<uint8_t>& weights, Type type, Rng& rng) {
     if (type == Type::BF16) r = (r & 0x807f807f807f807full) | 0x3f003f003f003f00ull;
     std::memcpy(weights.data() + i, &r, 8);
   }
+  if (type != Type::MXFP4) return;               // its scales are exponents: random ones would make sums that are not normal numbers
+  for (size_t i = 0; i < weights.size(); i += sizeof(BlockMXFP4)) weights[i] = uint8_t(118 + weights[i] % 8);
 }
 
-// Every weight type x ISA: one row vector (decode) over 128 MB of weights, and 64 rows at once (prompt) over 2 MB.
+// Every weight type x ISA: one token's activations (decode) with 512 MB of weights, a sixteenth of that for scalar, and 64
+// tokens' (prompt) with 512 rows.
 static void bench_kernels(const Options& o) {
-  constexpr size_t kBytes = size_t(128) << 20, kCols = 4096, kTokens = 64, kRowsPerChunk = 64;
+  constexpr size_t kBytes = size_t(512) << 20, kCols = 4096, kTokens = 64, kRowsPerChunk = 64;
   ThreadPool pool(o.run.threads ? o.run.threads : physical_cores());
   AlignedBuffer<uint8_t> weights(kBytes);
   Rng rng(1);
@@ -11081,13 +11119,15 @@ static void bench_kernels(const Options& o) {
   const double ceiling = read_bandwidth(pool, reinterpret_cast<const uint64_t*>(weights.data()), kBytes / 8);
   AlignedBuffer<float> x(kTokens * kCols);
   for (size_t i = 0; i < x.size(); i++) x[i] = rng.next_float() - 0.5f;
+  bool was_float = false;
   BenchTable table("kernels", {"type", "isa", "GB/s", "Gweights/s", "ceiling_%", "prompt_Gmac/s"});
   for (uint32_t id = 0; id < 64; id++) {
     const TypeInfo* info = type_info(id);
     const Type type = Type(id);
     if (!info || !info->supported || type == Type::I32) continue;
     const bool is_float = type == Type::F32 || type == Type::F16 || type == Type::BF16;
-    if (is_float || type == Type::Q4_0) fill_weights(weights, type, rng);      // quantised ones share their random bytes
+    if (is_float || was_float || type == Type::MXFP4) fill_weights(weights, type, rng);      // the others share their random bytes
+    was_float = is_float;
     const size_t stride = row_bytes(type, kCols), rows = kBytes / stride;
     const Matrix w{type, weights.data(), stride, uint32_t(rows), uint32_t(kCols)};
     AlignedBuffer<float> out(std::max(rows, kTokens * 512));
@@ -11109,7 +11149,8 @@ static void bench_kernels(const Options& o) {
         });
       };
       float* single[1] = {out.data()};
-      const double decode = median_seconds([&] { multiply(rows, 1, single); }, 0.2);
+      const size_t n_rows = k == &scalar::kernels ? rows / 16 : rows;
+      const double decode = median_seconds([&] { multiply(n_rows, 1, single); }, 0.2) * double(rows) / double(n_rows);
       const double prompt = median_seconds([&] { multiply(std::min<size_t>(rows, 512), kTokens, y); }, 0.1);
       table.add({info->name, k->name, fixed(double(kBytes) / decode / 1e9), fixed(double(rows * kCols) / decode / 1e9),
                  fixed(100 * double(kBytes) / decode / ceiling, 1),

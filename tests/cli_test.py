@@ -118,7 +118,7 @@ def test_json():
 def test_hash_does_not_depend_on_how_it_runs():
     prompt = ["-p", "What is the capital of France?"]
     want = json.loads(ds4(*GREEDY, "--json", *prompt).out)["hash"]
-    for args in (["-t", "1"], ["-t", "2"], ["--isa", "scalar"], ["--prefill-chunk", "1"], ["--prefill-chunk", "3"], ["--no-mmap"]):
+    for args in (["-t", "1"], ["-t", "2"], ["--isa", "scalar"], ["--prefill-chunk", "1"], ["--prefill-chunk", "3"], ["--no-mmap"], ["--warm-weights"]):
         same(json.loads(ds4(*GREEDY, "--json", *args, *prompt).out)["hash"], want, str(args))
 
 

@@ -734,10 +734,10 @@ class OutputFile {
   int fd_ = -1;
 };
 
-// Generates the tensor in pieces of about 4 MiB and writes it at its place, on all threads.
+// Generates the tensor in pieces of about 32 MiB and writes it at its place, on all threads; large pieces leave it in large pages.
 void write_tensor(const Config& c, const Tensor& t, const OutputFile& file, uint64_t file_offset) {
   const Maker maker(c, t);
-  const uint64_t piece = std::max<uint64_t>(8, (4u << 20) / t.unit_bytes / 8 * 8);
+  const uint64_t piece = std::max<uint64_t>(8, (32u << 20) / t.unit_bytes / 8 * 8);
   const uint64_t n_pieces = (t.n_units + piece - 1) / piece;
   std::atomic<uint64_t> next{0};
   std::mutex mutex;

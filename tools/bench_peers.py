@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios.
-Python standard library only.
+"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios, and how much of
+the memory's read bandwidth ds4 uses when decoding. Python standard library only.
 
     tools/bench_peers.py --ds4 ./ds4 --peer DIR --model slice5.gguf [--threads 1,2] [--prompts 32,512] [--rounds 3]
 
@@ -22,10 +22,10 @@ def ours(a, threads, prompt, gen):
             seed = (seed * 1664525 + 1013904223) & 0xFFFFFFFF
             f.write("%d " % ((seed >> 8) % 100000 + 1000))
         f.flush()
-        out = subprocess.run([a.ds4, "-q", "--model", a.model, "-t", str(threads), "-c", str(prompt + gen + 64), "--prompt-tokens", f.name, "-n", str(gen),
+        out = subprocess.run([a.ds4, "-q", "--model", a.model, "-t", str(threads), "-c", str(prompt + gen + 64), "--prompt-tokens", f.name, "-n", str(gen + 1),
                               "--temp", "0", "--ignore-eos", "--json"], stdout=subprocess.PIPE, check=True, text=True).stdout
     j = json.loads(out)
-    return prompt / j["prompt_ms"] * 1e3, j["completion_tokens"] / j["completion_ms"] * 1e3
+    return prompt / j["prompt_ms"] * 1e3, (j["completion_tokens"] - 1) / j["completion_ms"] * 1e3      # the last one is not computed with
 
 
 def peer(a, threads, prompt, gen):
@@ -46,13 +46,29 @@ def main():
     ap.add_argument("--rounds", type=int, default=3)
     a = ap.parse_args()
     print("%-8s %-10s %10s %10s %8s" % ("threads", "what", "ds4", "llama.cpp", "ratio"))
+    gigabytes = token_gigabytes(a)
     for threads in map(int, a.threads.split(",")):
-        decode = []
+        decode, share = [], []
         for prompt in map(int, a.prompts.split(",")):
-            rows = [(ours(a, threads, prompt, a.gen), peer(a, threads, prompt, a.gen)) for _ in range(a.rounds)]
+            rows = []
+            for _ in range(a.rounds):
+                rows.append((ours(a, threads, prompt, a.gen), peer(a, threads, prompt, a.gen)))
+                share.append(rows[-1][0][1] * gigabytes / memory(a, threads))
             decode += [(o[1], p[1]) for o, p in rows]
             show(threads, "prompt %d" % prompt, [(o[0], p[0]) for o, p in rows])
         show(threads, "decode", decode)
+        print("%-8d %-10s %9.0f%%" % (threads, "of memory", 100 * statistics.median(share)), flush=True)
+
+
+def memory(a, threads):
+    """GB/s of reading with so many threads."""
+    out = subprocess.run([a.ds4, "--bench", "memory", "-t", str(threads), "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True).stdout
+    return next(row["GB/s"] for row in json.loads(out)["rows"] if row["threads"] == threads)
+
+
+def token_gigabytes(a):
+    out = subprocess.run([a.ds4, "--inspect", "--json", "--model", a.model], stdout=subprocess.PIPE, check=True, text=True).stdout
+    return json.loads(out)["bytes_per_token"] / 1e9
 
 
 def show(threads, what, pairs):

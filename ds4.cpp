@@ -179,7 +179,7 @@ static std::string vformat(const char* fmt, va_list args) {
   throw Error(s, kExitUsage);
 }
 
-static bool g_quiet = false;     // -q: nothing on stderr but errors
+static bool g_quiet = false;     // -q: nothing on stderr but errors and what is asked for
 
 // One line on stderr, "ds4: warning: ...", unless -q.
 [[maybe_unused]] __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
@@ -8940,14 +8940,21 @@ static void write_out(std::string_view s) {
   write_out(s);
 }
 
-// A line for the user on stderr, unless -q.
+// A line for the user on stderr: one that was asked for, and one that -q silences.
+[[maybe_unused]] __attribute__((format(printf, 1, 2))) static void tell(const char* fmt, ...) {
+  va_list args;
+  va_start(args, fmt);
+  const std::string s = vformat(fmt, args);
+  va_end(args);
+  std::fprintf(stderr, "%s\n", terminal_safe(s).c_str());
+}
 [[maybe_unused]] __attribute__((format(printf, 1, 2))) static void note(const char* fmt, ...) {
   if (g_quiet) return;
   va_list args;
   va_start(args, fmt);
   const std::string s = vformat(fmt, args);
   va_end(args);
-  std::fprintf(stderr, "%s\n", terminal_safe(s).c_str());
+  tell("%s", s.c_str());
 }
 
 // An error quotes files, options and messages, which may hold anything.
@@ -9698,7 +9705,7 @@ static const Option kOptions[] = {
   {"--no-stats", "", "none", false, [](Options& o, const OptionValue&) { o.stats = false; }},
   {"--color", "WHEN", "auto, always, never; NO_COLOR and TERM=dumb are honoured", false,
    [](Options& o, const OptionValue& v) { o.color = ColorMode(v.choice("auto|always|never")); }},
-  {"-q, --quiet", "", "nothing on stderr but errors", false, [](Options&, const OptionValue& v) { g_quiet = v.on; }},
+  {"-q, --quiet", "", "nothing on stderr but errors and what is asked for", false, [](Options&, const OptionValue& v) { g_quiet = v.on; }},
   {"-v, --verbose", "", "details of loading, time per section, token tables", false, [](Options& o, const OptionValue& v) { o.verbose = v.on; }},
 
   {"", "", "#Other commands", false, nullptr},
@@ -10607,8 +10614,8 @@ class Chat {
       if (e.arguments == 1 && arg.empty()) fail("usage: %s", e.usage);
       if (e.run) return (this->*e.run)(arg), true;
       if (name == "quit") return false;
-      for (const Entry& other : kCommands) note("  %s", other.usage);
-      note("  \"\"\" opens and closes a block, \\ at the end continues a line, Ctrl-J makes a new one; //text sends /text");
+      for (const Entry& other : kCommands) tell("  %s", other.usage);
+      tell("  \"\"\" opens and closes a block, \\ at the end continues a line, Ctrl-J makes a new one; //text sends /text");
       return true;
     }
     fail("unknown command /%s; /help lists them, //%s sends it as text", name.c_str(), name.c_str());
@@ -10717,29 +10724,29 @@ class Chat {
     const Engine& engine = rt_.session().engine();
     const SamplerParams& s = o_.generate.sampler;
     const MemoryPlan plan = memory_plan(rt_.model(), engine.options());
-    note("  model    %s, %s; cache %s, scratch %s", rt_.file().path().c_str(), Runtime::size_text(plan.weights).c_str(),
+    tell("  model    %s, %s; cache %s, scratch %s", rt_.file().path().c_str(), Runtime::size_text(plan.weights).c_str(),
          Runtime::size_text(plan.cache).c_str(), Runtime::size_text(plan.scratch).c_str());
-    note("  machine  %d threads, %s", engine.options().threads, engine.options().kernels->name);
-    note("  context  %zu of %u tokens, %zu messages", state_.ids.size(), engine.ctx(), state_.messages.size());
+    tell("  machine  %d threads, %s", engine.options().threads, engine.options().kernels->name);
+    tell("  context  %zu of %u tokens, %zu messages", state_.ids.size(), engine.ctx(), state_.messages.size());
     const char* const kThinkNames[] = {"nothink", "think", "think-max"};
     const auto on_off = [](bool on) { return on ? "on" : "off"; };
-    note("  mode     %s, effort %s, keep-thinking %s, hide-think %s", kThinkNames[int(o_.think)],
+    tell("  mode     %s, effort %s, keep-thinking %s, hide-think %s", kThinkNames[int(o_.think)],
          o_.effort.empty() ? "unset" : o_.effort.c_str(), on_off(keep_thinking_), on_off(o_.hide_think));
     std::string order;
     for (size_t i = 0; i < s.order.n; i++) order += std::string(i ? "," : "") + kStageNames[size_t(s.order.at[i])];
-    note("  sampling temp %g, top-k %d, top-p %g, min-p %g, seed %llu, samplers %s", s.temp, s.top_k, s.top_p, s.min_p,
+    tell("  sampling temp %g, top-k %d, top-p %g, min-p %g, seed %llu, samplers %s", s.temp, s.top_k, s.top_p, s.min_p,
          (unsigned long long)seed_, order.c_str());
-    note("           repeat-penalty %g, repeat-last-n %d, presence-penalty %g, frequency-penalty %g", double(s.repeat_penalty),
+    tell("           repeat-penalty %g, repeat-last-n %d, presence-penalty %g, frequency-penalty %g", double(s.repeat_penalty),
          s.repeat_last_n, double(s.presence), double(s.frequency));
-    note("  answer   tokens %s, loop-stop %d, %zu stop texts, ignore-eos %s",
+    tell("  answer   tokens %s, loop-stop %d, %zu stop texts, ignore-eos %s",
          o_.generate.max_tokens == INT64_MAX ? "unlimited" : std::to_string(o_.generate.max_tokens).c_str(),
          o_.generate.loop_stop, o_.generate.stop.size(), on_off(o_.generate.ignore_eos));
-    if (o_.system) note("  system   %s", o_.system->c_str());
-    if (!tools_.is_null()) note("  tools    %zu", tools_.size());
+    if (o_.system) tell("  system   %s", o_.system->c_str());
+    if (!tools_.is_null()) tell("  tools    %zu", tools_.size());
   }
   void stats(const std::string&) {
     if (last_.prompt_tokens == 0) fail("no answer yet");
-    note("%s", stats_line(rt_, last_).c_str());
+    tell("%s", stats_line(rt_, last_).c_str());
   }
 
   Runtime& rt_;

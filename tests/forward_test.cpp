@@ -10,6 +10,7 @@ namespace {
 struct ForwardCase {
   std::string name, sha256, recipe;
   size_t n_vocab = 0;
+  std::string hash[3];  // of all logits: exact plain, exact, default
 };
 struct ForwardChoice {
   std::string model, kind;
@@ -38,6 +39,11 @@ const ForwardIndex& forward_index() {
         std::getline(in, c.recipe);
         r.models.push_back(c);
       }
+      if (word == "bits") {
+        in >> word;
+        for (ForwardCase& c : r.models)
+          if (c.name == word) in >> c.hash[0] >> c.hash[1] >> c.hash[2];
+      }
       if (word == "choices") {
         ForwardChoice c;
         in >> c.model >> c.layer >> c.kind >> c.n >> c.offset;
@@ -56,7 +62,7 @@ std::string forward_model(const ForwardCase& c) {
   const std::string path = build_path("models/" + c.name + ".gguf");
   if (access(path.c_str(), R_OK) != 0) {
     const std::string command = "mkdir -p '" + build_path("models") + "' && " + tool_command("make_model") + c.recipe + " -o '" + path + ".tmp' >/dev/null && mv '" + path + ".tmp' '" + path + "'";
-    if (std::system(command.c_str()) != 0) throw Error("cannot make " + path);
+    if (std::system(command.c_str()) != 0) throw Error("cannot make " + path + " with: " + command);
   }
   return path;
 }
@@ -72,6 +78,10 @@ std::vector<float> forward_logits(const Model& model, const RunOptions& o, const
     EXPECT_EQ(engine.eval(tokens.data() + at, n, logits.data() + at * model.shape.n_vocab), n);
   }
   return logits;
+}
+
+std::string hash_of(const std::vector<float>& logits) {
+  return format("%016llx", static_cast<unsigned long long>(fnv1a(logits.data(), logits.size() * sizeof(float))));
 }
 
 size_t argmax_of(const float* x, size_t n) { return size_t(std::max_element(x, x + n) - x); }
@@ -140,6 +150,7 @@ TEST_P(Forward, ExactPlainEqualsTheReference) {
   const Comparison r = compare_with_reference(c, 0, logits);
   EXPECT_LE(r.max, 1e-3);
   EXPECT_EQ(r.argmax_equal, r.n);
+  EXPECT_EQ(hash_of(logits), c.hash[0]);
   for (const ForwardChoice& choice : index.choices) {
     if (choice.model != c.name) continue;
     const std::string raw = read_binary(data_path("forward/" + c.name + ".i16"));
@@ -155,13 +166,17 @@ TEST_P(Forward, ExactPlainEqualsTheReference) {
 }
 
 TEST_P(Forward, ExactWithRoundedCacheIsNearTheReference) {
-  const Comparison r = compare_with_reference(c, 1, forward_logits(model, options(true, false), tokens));
+  const std::vector<float> logits = forward_logits(model, options(true, false), tokens);
+  const Comparison r = compare_with_reference(c, 1, logits);
+  EXPECT_EQ(hash_of(logits), c.hash[1]);
   EXPECT_LE(r.median_of_max, 2e-2);
   EXPECT_GE(r.argmax_equal, r.n - (c.name == "tiny-ds4" ? 2 : 1));
 }
 
 TEST_P(Forward, DefaultIsNearTheReference) {
-  const Comparison r = compare_with_reference(c, 1, forward_logits(model, options(false, false), tokens));
+  const std::vector<float> logits = forward_logits(model, options(false, false), tokens);
+  const Comparison r = compare_with_reference(c, 1, logits);
+  EXPECT_EQ(hash_of(logits), c.hash[2]);
   EXPECT_LE(r.rms, c.name == "tiny-ds4" ? 0.45 : 0.30);
   EXPECT_GE(r.argmax_equal, r.n - (c.name == "tiny-ds4" ? 4 : 3));
 }

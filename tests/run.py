@@ -2,8 +2,9 @@
 """Runs every test of the project and prints one line "N passed, M failed" at the end (Python standard library only).
 
     tests/run.py --build build              unit tests, make_model, command line, regression run
-    tests/run.py --build DIR --unit-only    only DIR/tests (sanitizer and cross builds)
-    --run "qemu-aarch64"                    a program to start the binaries with
+    tests/run.py --build DIR --unit-only    only DIR/tests (sanitizer builds)
+    --run "qemu-aarch64"                    a program to start the binaries with, of a cross build all in DIR: without the
+                                            tests of the command line, whose time limits and terminals are the host's
     --filter PATTERN                        handed to GoogleTest
 """
 import argparse
@@ -65,9 +66,11 @@ def main():
 
     add("unit tests", gtest(run + [os.path.join(ROOT, a.build, "tests"), "--gtest_brief=0", "--gtest_filter=" + a.filter], env))
     if not a.unit_only:
+        ds4 = os.path.join(a.build, "ds4") if run else "./ds4"
         add("model generator", closing_line([sys.executable, "tests/make_model_test.py", os.path.join(a.build, "make_model")], "stdout", env))
-        add("command line", closing_line([sys.executable, "tests/cli_test.py", "./ds4", "tests/data/nano.gguf"], "stdout", env))
-        add("regression", closing_line([sys.executable, "tests/regress_test.py", "./ds4", "tests/data/nano.gguf"], "stdout", env))
+        if not run:
+            add("command line", closing_line([sys.executable, "tests/cli_test.py", ds4, "tests/data/nano.gguf"], "stdout", env))
+        add("regression", closing_line([sys.executable, "tests/regress_test.py", ds4, "tests/data/nano.gguf"], "stdout", env))
     print("%d passed, %d failed" % tuple(total))
     return 1 if total[1] else 0
 

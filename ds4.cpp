@@ -3406,8 +3406,9 @@ namespace ds4 {
 // =============================================================================
 // 7. THREADS — one pool, dynamic chunks, robust to a busy core.   uses: 1
 // =============================================================================
-// In: a number of chunks and a function. Out: every chunk done once, by whoever is free. A token is 100 to 150 such runs of
-// 0.1 to 2 ms, so workers spin between runs and sleep only when nothing comes. Results never depend on who did what.
+// In: a number of chunks and a function. Out: every chunk done once: each thread has a run of neighbours and helps the others
+// after it. A token is 100 to 150 such jobs of 0.1 to 2 ms, so workers spin between jobs and sleep only when nothing comes.
+// Results never depend on who did what.
 
 namespace ds4 {
 

@@ -850,10 +850,6 @@ DS4_INLINE i8x64 mul_lanes(i8x64 a, const void* s) {
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { return {_mm512_mask_add_epi8(a.v, mask, a.v, _mm512_set1_epi8(char(c)))}; }
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { return {_mm512_mask_sub_epi8(a.v, load_le<uint64_t>(bits), _mm512_set1_epi8(char(c)), a.v)}; }
 DS4_INLINE i8x64 repeat8(const void* p) { return {_mm512_shuffle_epi8(_mm512_set1_epi64(load_le<int64_t>(p)), _mm512_set_epi64(0x0707070707070707, 0x0606060606060606, 0x0505050505050505, 0x0404040404040404, 0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000))}; }
-DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) {
-  const __m512i odd = _mm512_slli_epi16(_mm512_mullo_epi16(_mm512_srli_epi16(a.v, 8), _mm512_srli_epi16(b.v, 8)), 8);
-  return {_mm512_mask_blend_epi8(0x5555555555555555, odd, _mm512_mullo_epi16(a.v, b.v))};
-}
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   const __m512i l = _mm512_unpacklo_epi8(a.v, b.v), h = _mm512_unpackhi_epi8(a.v, b.v);
   *lo = {_mm512_permutex2var_epi64(l, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), h)};
@@ -865,10 +861,11 @@ DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) {
 }
 template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { return {_mm512_inserti64x4(_mm512_castsi256_si512(grid8_half(grid, a)), grid8_half(grid, b), 1)}; }
 template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { return {_mm512_inserti64x4(_mm512_castsi256_si512(grid4_half(grid, a)), grid4_half(grid, a + 8), 1)}; }
-DS4_INLINE i8x64 digit3(i8x64 a) {
-  const __m512i one = _mm512_set1_epi8(1);
-  const __m512i d = _mm512_maskz_mov_epi8(_mm512_cmpge_epu8_mask(a.v, _mm512_set1_epi8(86)), one);
-  return {_mm512_mask_add_epi8(d, _mm512_cmpge_epu8_mask(a.v, _mm512_set1_epi8(char(171))), d, one)};
+DS4_INLINE i8x64 digit3(i8x64 a, const void* power) {
+  const __m512i p = load512(power), odd = _mm512_set1_epi16(int16_t(0xff00));
+  const __m512i lo = _mm512_mulhi_epu16(_mm512_mullo_epi16(_mm512_slli_epi16(a.v, 8), p), _mm512_set1_epi16(3));
+  const __m512i hi = _mm512_mulhi_epu16(_mm512_mullo_epi16(_mm512_and_si512(a.v, odd), p), _mm512_set1_epi16(3 * 256));
+  return {_mm512_or_si512(_mm512_and_si512(hi, odd), lo)};
 }
 DS4_INLINE f32x16 bytes_to_f32(const void* w) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load128(w)))}; }
 
@@ -1081,11 +1078,6 @@ DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) {   // c - a = 
   const i8x64 m = bit_mask(_mm256_set1_epi64x(load_le<int64_t>(bits))), b = xor8(a, and8(m, set1_8(c - 1)));
   return {{_mm256_sub_epi8(b.v[0], m.v[0]), _mm256_sub_epi8(b.v[1], m.v[1])}};
 }
-DS4_INLINE __m256i mul8_half(__m256i a, __m256i b) {
-  const __m256i odd = _mm256_slli_epi16(_mm256_mullo_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8)), 8);
-  return _mm256_or_si256(odd, _mm256_and_si256(_mm256_mullo_epi16(a, b), _mm256_set1_epi16(255)));
-}
-DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, mul8_half); }
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   DS4_UNROLL
   for (int i = 0; i < 2; i++) {
@@ -1099,11 +1091,13 @@ DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) {
 }
 template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { return {{grid8_half(grid, a), grid8_half(grid, b)}}; }
 template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { return {{grid4_half(grid, a), grid4_half(grid, a + 8)}}; }
-DS4_INLINE __m256i digit3_half(__m256i a) {
-  const __m256i g = _mm256_cmpeq_epi8(_mm256_max_epu8(a, _mm256_set1_epi8(86)), a), h = _mm256_cmpeq_epi8(_mm256_max_epu8(a, _mm256_set1_epi8(char(171))), a);
-  return _mm256_sub_epi8(_mm256_setzero_si256(), _mm256_add_epi8(g, h));
+DS4_INLINE __m256i digit3_half(__m256i a, __m256i p) {
+  const __m256i odd = _mm256_set1_epi16(int16_t(0xff00));
+  const __m256i lo = _mm256_mulhi_epu16(_mm256_mullo_epi16(_mm256_slli_epi16(a, 8), p), _mm256_set1_epi16(3));
+  const __m256i hi = _mm256_mulhi_epu16(_mm256_mullo_epi16(_mm256_and_si256(a, odd), p), _mm256_set1_epi16(3 * 256));
+  return _mm256_or_si256(_mm256_and_si256(hi, odd), lo);
 }
-DS4_INLINE i8x64 digit3(i8x64 a) { return {{digit3_half(a.v[0]), digit3_half(a.v[1])}}; }
+DS4_INLINE i8x64 digit3(i8x64 a, const void* power) { return {{digit3_half(a.v[0], load256(power)), digit3_half(a.v[1], load256(static_cast<const uint8_t*>(power) + 32))}}; }
 DS4_INLINE f32x16 bytes_to_f32(const void* w) {
   const __m128i b = load128(w);
   return {{_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(b, b)))}};
@@ -1297,7 +1291,6 @@ DS4_INLINE uint8x16_t bit_mask(uint64_t mask, int i) {           // byte j: all 
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, vaddq_u8(a.v[i], vandq_u8(bit_mask(mask, i), vdupq_n_u8(uint8_t(c))))); }
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { DS4_EACH(i8x64, vbslq_u8(bit_mask(load_le<uint64_t>(bits), i), vsubq_u8(vdupq_n_u8(uint8_t(c)), a.v[i]), a.v[i])); }
 DS4_INLINE i8x64 repeat8(const void* p) { const uint8_t* b = static_cast<const uint8_t*>(p); DS4_EACH(i8x64, vcombine_u8(vdup_n_u8(b[2 * i]), vdup_n_u8(b[2 * i + 1]))); }
-DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vmulq_u8(a.v[i], b.v[i])); }
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   for (int i = 0; i < 4; i++) {
     i8x64* to = i < 2 ? lo : hi;
@@ -1316,7 +1309,12 @@ template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, cons
 template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) {
   DS4_EACH(i8x64, vreinterpretq_u8_u32(uint32x4_t{grid[a[4 * i]], grid[a[4 * i + 1]], grid[a[4 * i + 2]], grid[a[4 * i + 3]]}));
 }
-DS4_INLINE i8x64 digit3(i8x64 a) { DS4_EACH(i8x64, vsubq_u8(vdupq_n_u8(0), vaddq_u8(vcgeq_u8(a.v[i], vdupq_n_u8(86)), vcgeq_u8(a.v[i], vdupq_n_u8(171))))); }
+DS4_INLINE uint8x16_t digit3_quarter(uint8x16_t a, const void* power, int i) {
+  const uint16x8_t p = vmulq_n_u16(vreinterpretq_u16_u8(vld1q_u8(static_cast<const uint8_t*>(power) + 16 * i)), 257);   // both bytes of the pair
+  const uint8x16_t v = vmulq_u8(a, vreinterpretq_u8_u16(p));
+  return vsubq_u8(vdupq_n_u8(0), vaddq_u8(vcgeq_u8(v, vdupq_n_u8(86)), vcgeq_u8(v, vdupq_n_u8(171))));
+}
+DS4_INLINE i8x64 digit3(i8x64 a, const void* power) { DS4_EACH(i8x64, digit3_quarter(a.v[i], power, i)); }
 DS4_INLINE f32x16 bytes_to_f32(const void* w) {
   const int8x16_t b = vreinterpretq_s8_u8(vld1q_u8(static_cast<const uint8_t*>(w)));
   const int16x8_t l = vmovl_s8(vget_low_s8(b)), h = vmovl_s8(vget_high_s8(b));
@@ -1452,7 +1450,6 @@ DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, uint
 // c - a where the bit is set; a < c, a power of two.
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { DS4_EACH(i8x64, uint8_t(static_cast<const uint8_t*>(bits)[i / 8] >> (i & 7) & 1 ? c - a.v[i] : a.v[i])); }
 DS4_INLINE i8x64 repeat8(const void* p) { DS4_EACH(i8x64, static_cast<const uint8_t*>(p)[i / 8]); }
-DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, uint8_t(a.v[i] * b.v[i])); }
 // a[0] b[0] a[1] b[1] ..: the first 64 to lo.
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   for (int i = 0; i < 64; i++) (i < 32 ? lo : hi)->v[2 * i % 64] = a.v[i], (i < 32 ? lo : hi)->v[2 * i % 64 + 1] = b.v[i];
@@ -1462,7 +1459,8 @@ DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) { DS4_EACH(i8x64, (s
 // Grid entries of 8 bytes, number a[0] .. a[3], b[0] .. b[3]; of 4 bytes, number a[0] .. a[15].
 template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { DS4_EACH(i8x64, uint8_t(grid[i < 32 ? a[i / 8] : b[i / 8 - 4]] >> 8 * (i & 7))); }
 template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { DS4_EACH(i8x64, uint8_t(grid[a[i / 4]] >> 8 * (i & 3))); }
-DS4_INLINE i8x64 digit3(i8x64 a) { DS4_EACH(i8x64, uint8_t(a.v[i] * 3 >> 8)); }                                // top base-3 digit of a / 256
+// Top base-3 digit of (a * power mod 256) / 256; power: uint16_t[32], one for two bytes.
+DS4_INLINE i8x64 digit3(i8x64 a, const void* power) { DS4_EACH(i8x64, uint8_t(uint8_t(a.v[i] * static_cast<const uint16_t*>(power)[i / 2]) * 3 >> 8)); }
 // Sixteen weight bytes as dot_blocks takes them: unsigned where kBias is 128, else signed.
 DS4_INLINE f32x16 bytes_to_f32(const void* w) { DS4_EACH(f32x16, static_cast<const int8_t*>(w)[i]); }
 
@@ -1748,15 +1746,23 @@ static void unpack_tq2_0(const uint8_t* p, size_t n, Group& g) {
 }
 // Digit k of a byte is the top one of the byte times 3^k. The values: 5 digits of q[0..31], 5 of q[32..47], 4 of h.
 struct Tq1Tables {
-  uint8_t power[256];
+  uint16_t power[4][32];                       // of the bytes of four times 64 values
+  uint16_t lane_power[5][32];                  // of words 0 - 3, 4 .. 7 of sixteen blocks
+  uint32_t lane_word[8][16];                   // where those words are: in q and h of two blocks, 16 words for each
   uint8_t first32[64], first48[64];            // masks
   uint8_t low16[64], last4[64];                // 0 .. 15 in each lane; places of h in the last 16 bytes of the block
 };
 constexpr Tq1Tables make_tq1_tables() {
   Tq1Tables t{};
   constexpr uint8_t kPowers[5] = {1, 3, 9, 27, 81};
-  for (size_t i = 0; i < 256; i++) t.power[i] = kPowers[i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4];
+  for (size_t i = 0; i < 256; i++) t.power[i / 64][i % 64 / 2] = kPowers[i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4];
   for (size_t i = 0; i < 64; i++) t.first32[i] = i < 32 ? 255 : 0, t.first48[i] = i < 48 ? 255 : 0, t.low16[i] = uint8_t(i % 16), t.last4[i] = uint8_t(10 + i % 4);
+  for (size_t k = 0; k < 8; k++)
+    for (size_t lane = 0; lane < 16; lane++) {
+      const size_t block = lane % 8, first = 32 * block + 4 * k;       // the first value of the word
+      t.lane_word[k][lane] = uint32_t(lane / 8 * 16 + (block < 5 ? k : first < 240 ? 8 + k % 4 : 12));
+      for (size_t i = 0; i < 2; i++) t.lane_power[k < 4 ? 0 : k - 3][2 * lane + i] = t.power[first / 64][first % 64 / 2];
+    }
   return t;
 }
 alignas(64) constexpr Tq1Tables kTq1Tables = make_tq1_tables();
@@ -1766,7 +1772,7 @@ static void unpack_tq1_0(const uint8_t* p, size_t n, Group& g) {
   for (size_t i = 0; i < n; i++) {
     const i8x64 a = load8(b[i].q, b[i].q), c = lookup(b[i].q + 32, load8(kTq1Tables.low16)), h = lookup(b[i].q + 38, load8(kTq1Tables.last4));
     const i8x64 v[4] = {a, a, where(kTq1Tables.first32, a, c), where(kTq1Tables.first48, c, h)};
-    for (size_t k = 0; k < 4; k++) store8(g.q + 256 * i + 64 * k, digit3(mul8(v[k], load8(&kTq1Tables.power[64 * k]))));
+    for (size_t k = 0; k < 4; k++) store8(g.q + 256 * i + 64 * k, digit3(v[k], kTq1Tables.power[k]));
   }
   store(g.d, d_pair(b, n));
 }
@@ -2077,7 +2083,7 @@ DS4_INLINE f32x16 first_of(f32x16 a, size_t n, f32x16 old) {
 //   Q4_K     27.8 / 12.1  25.6 / 13.5  21.1 / 13.6  17.1 / 10.9  11.8 /  9.1  12.4 / 8.6   7.4 / 6.4   5.1 / 5.0   3.6 / 4.6
 constexpr size_t kMaxRowTokens = 8;
 static size_t row_tokens(Type type) {
-  const bool lanes = type == Type::IQ2_XXS || type == Type::Q2_K || type == Type::Q4_K;   // see matmul_rows_lanes
+  const bool lanes = type == Type::IQ2_XXS || type == Type::Q2_K || type == Type::Q4_K || type == Type::TQ1_0;   // see matmul_rows_lanes
   if (DS4_PASS == 2) return type == Type::Q4_K ? 6 : 8;
   return DS4_PASS == 3 && lanes ? 8 : type == Type::Q8_0 ? 4 : 3;
 }
@@ -2143,9 +2149,10 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 
 #if DS4_PASS >= 2
 // -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
-// Word t of lane l is values 4t .. 4t + 3 of block l: the products need no sum across lanes. For the types with a grid
+// Word t of lane l is values 4t .. 4t + 3 of block l: the products need no sum across lanes. For the types with a grid, TQ1_0
 // and those with the most weights; the numbers are those of the Group form, so the results are too.
 
+DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
 DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& g) {
   const i32x16 s = load_i16(a->s, b->s);
   const f32x16 m = m_pair(a, b);
@@ -2298,11 +2305,26 @@ DS4_INLINE void dot_lanes(const BlockQ4_K& b, const int8_t* q, __m256i* lo, __m2
   *lo = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
   *hi = _mm256_setzero_si256();
 }
+DS4_INLINE void dot_lanes(const BlockTQ1_0& b, const int8_t* q, __m256i* lo, __m256i* hi) {
+  const __m256i h = word_at(b.h);
+  __m256i sum = _mm256_setzero_si256();
+  DS4_UNROLL
+  for (int t = 0; t < 4; t++) {
+    const __m256i c = word_at(b.q + 32 + 4 * t);
+    const __m256i w0 = _mm256_blend_epi32(word_at(b.q + 4 * t), c, 0xe0);
+    const __m256i w1 = _mm256_blend_epi32(_mm256_blend_epi32(word_at(b.q + 16 + 4 * t), c, 0x60), h, 0x80);
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(digit3_half(w0, load256(kTq1Tables.lane_power[0])), load256(q + 64 * t)));
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(digit3_half(w1, load256(kTq1Tables.lane_power[1 + t])), load256(q + 256 + 64 * t)));
+  }
+  *lo = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  *hi = _mm256_setzero_si256();
+}
 template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
   i32x16 lo, hi;
   DS4_UNROLL
   for (int h = 0; h < 2; h++) dot_lanes(*g.block[h], x.qt + 32 * b + 32 * h, &lo.v[h], &hi.v[h]);
+  if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = add(lo, sar<7>(load_i32(x.c + b)));                 // -sum
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }
 #elif DS4_PASS == 3
@@ -2406,12 +2428,20 @@ DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneGroup<Blo
   load_scales(a, b, g.scales);
 }
 
+DS4_INLINE void load_lanes(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneGroup<BlockTQ1_0>& g) {
+  const __m512i qa = _mm512_maskz_loadu_epi32(0x1fff, a->q), qb = _mm512_maskz_loadu_epi32(0x1fff, b->q);   // q and h
+  DS4_UNROLL
+  for (int w = 0; w < 8; w++) g.w[w] = digit3({_mm512_permutex2var_epi32(qa, load512(kTq1Tables.lane_word[w]), qb)}, kTq1Tables.lane_power[w < 4 ? 0 : w - 3]).v;
+  load_scales(a, b, g.scales);
+}
+
 // acc + the 16 blocks from b on times the activations.
 template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
   const int8_t* q = x.qt + 32 * b;
   __m512i lo = _mm512_setzero_si512(), hi = lo;
   if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) lo = _mm512_srai_epi32(load512(x.c + b), 1);          // -64 * sum
+  if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = _mm512_srai_epi32(load512(x.c + b), 7);            // -sum
   DS4_UNROLL
   for (int t = 0; t < 4; t++) lo = _mm512_dpbusd_epi32(lo, g.w[t], load512(q + 64 * t));
   DS4_UNROLL
@@ -2694,6 +2724,9 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
     switch (w.type) {
       case Type::Q2_K: return lanes(BlockQ2_K{});
       case Type::Q4_K: return lanes(BlockQ4_K{});
+      case Type::TQ1_0:
+        if (DS4_PASS == 2 && n > 3) break;                             // would be decoded for each token
+        return lanes(BlockTQ1_0{});
       case Type::IQ1_S: return grid(BlockIQ1_S{});
       case Type::IQ1_M: return grid(BlockIQ1_M{});
 #if DS4_PASS == 3

@@ -827,7 +827,6 @@ DS4_INLINE i8x64 load8(const void* p, const void* q) { return {_mm512_inserti64x
 DS4_INLINE void store8(void* p, i8x64 a) { _mm512_storeu_si512(p, a.v); }
 DS4_INLINE i8x64 set1_8(int a) { return {_mm512_set1_epi8(char(a))}; }
 DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { return {_mm512_add_epi8(a.v, b.v)}; }
-DS4_INLINE i8x64 sub8(i8x64 a, i8x64 b) { return {_mm512_sub_epi8(a.v, b.v)}; }
 DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { return {_mm512_and_si512(a.v, b.v)}; }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { return {_mm512_slli_epi16(a.v, k)}; }
@@ -851,10 +850,6 @@ DS4_INLINE i8x64 mul_lanes(i8x64 a, const void* s) {
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { return {_mm512_mask_add_epi8(a.v, mask, a.v, _mm512_set1_epi8(char(c)))}; }
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { return {_mm512_mask_sub_epi8(a.v, load_le<uint64_t>(bits), _mm512_set1_epi8(char(c)), a.v)}; }
 DS4_INLINE i8x64 repeat8(const void* p) { return {_mm512_shuffle_epi8(_mm512_set1_epi64(load_le<int64_t>(p)), _mm512_set_epi64(0x0707070707070707, 0x0606060606060606, 0x0505050505050505, 0x0404040404040404, 0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000))}; }
-DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) {
-  const __m512i odd = _mm512_slli_epi16(_mm512_mullo_epi16(_mm512_srli_epi16(a.v, 8), _mm512_srli_epi16(b.v, 8)), 8);
-  return {_mm512_mask_blend_epi8(0x5555555555555555, odd, _mm512_mullo_epi16(a.v, b.v))};
-}
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   const __m512i l = _mm512_unpacklo_epi8(a.v, b.v), h = _mm512_unpackhi_epi8(a.v, b.v);
   *lo = {_mm512_permutex2var_epi64(l, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), h)};
@@ -866,10 +861,11 @@ DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) {
 }
 template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { return {_mm512_inserti64x4(_mm512_castsi256_si512(grid8_half(grid, a)), grid8_half(grid, b), 1)}; }
 template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { return {_mm512_inserti64x4(_mm512_castsi256_si512(grid4_half(grid, a)), grid4_half(grid, a + 8), 1)}; }
-DS4_INLINE i8x64 digit3(i8x64 a) {
-  const __m512i one = _mm512_set1_epi8(1);
-  const __m512i d = _mm512_maskz_mov_epi8(_mm512_cmpge_epu8_mask(a.v, _mm512_set1_epi8(86)), one);
-  return {_mm512_mask_add_epi8(d, _mm512_cmpge_epu8_mask(a.v, _mm512_set1_epi8(char(171))), d, one)};
+DS4_INLINE i8x64 digit3(i8x64 a, const void* power) {
+  const __m512i p = load512(power), odd = _mm512_set1_epi16(int16_t(0xff00));
+  const __m512i lo = _mm512_mulhi_epu16(_mm512_mullo_epi16(_mm512_slli_epi16(a.v, 8), p), _mm512_set1_epi16(3));
+  const __m512i hi = _mm512_mulhi_epu16(_mm512_mullo_epi16(_mm512_and_si512(a.v, odd), p), _mm512_set1_epi16(3 * 256));
+  return {_mm512_or_si512(_mm512_and_si512(hi, odd), lo)};
 }
 DS4_INLINE f32x16 bytes_to_f32(const void* w) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load128(w)))}; }
 
@@ -913,6 +909,28 @@ DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
   return block_order(_mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd)));
 }
 template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) { return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(load_le<int32_t>(x)))}; }
+// For lanes of words, AVX-512 and AVX2 only. unzip: w[0], w[1] = the first, second words of the quad words of lane 0 of a, of b, lane 1 of a ..
+DS4_INLINE i8x64 join(__m256i a, __m256i b) { return {_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)}; }
+DS4_INLINE void unzip(i8x64 a, i8x64 b, i8x64* w) {
+  const __m512 u = _mm512_castsi512_ps(a.v), v = _mm512_castsi512_ps(b.v);
+  w[0] = {_mm512_castps_si512(_mm512_shuffle_ps(u, v, 0x88))};
+  w[1] = {_mm512_castps_si512(_mm512_shuffle_ps(u, v, 0xdd))};
+}
+DS4_INLINE i8x64 byte_of_word(i32x16 a, int i) {                   // byte i of each word, four times
+  const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+  return {_mm512_shuffle_epi8(a.v, _mm512_add_epi8(first, _mm512_set1_epi8(char(i))))};
+}
+// acc + w . x for two words of each lane, w unsigned; with signs, bits 0-3 and 4-7 of their bytes, 0 < w < 2c stands for
+// +-(w - c): AVX-512 sums +-(w - c) + c, AVX2 (kSignsOfX) +-(w - c) itself.
+DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, const int8_t* x) {
+  return {_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc.v, w[0].v, load512(x)), w[1].v, load512(x + 64))};
+}
+template <int c> DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, i8x64 signs, const int8_t* x) {
+  const __m512i low = _mm512_set1_epi32(0x08040201), high = _mm512_set1_epi32(int(0x80402010)), from = _mm512_set1_epi8(char(2 * c));
+  const i8x64 v[2] = {{_mm512_mask_sub_epi8(w[0].v, _mm512_test_epi8_mask(signs.v, low), from, w[0].v)}, {_mm512_mask_sub_epi8(w[1].v, _mm512_test_epi8_mask(signs.v, high), from, w[1].v)}};
+  return dot_words(acc, v, x);
+}
+constexpr bool kSignsOfX = false;
 DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
   *lo = {_mm512_permutex2var_epi32(a.v, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), b.v)};
   *hi = {_mm512_permutex2var_epi32(a.v, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), b.v)};
@@ -1019,7 +1037,6 @@ DS4_INLINE i8x64 load8(const void* p) { return load8(p, static_cast<const uint8_
 DS4_INLINE void store8(void* p, i8x64 a) { store256(p, a.v[0]); store256(static_cast<uint8_t*>(p) + 32, a.v[1]); }
 DS4_INLINE i8x64 set1_8(int a) { return {{_mm256_set1_epi8(char(a)), _mm256_set1_epi8(char(a))}}; }
 DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_add_epi8); }
-DS4_INLINE i8x64 sub8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_sub_epi8); }
 DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_xor_si256); }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_and_si256); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { return {{_mm256_slli_epi16(a.v[0], k), _mm256_slli_epi16(a.v[1], k)}}; }
@@ -1061,11 +1078,6 @@ DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) {   // c - a = 
   const i8x64 m = bit_mask(_mm256_set1_epi64x(load_le<int64_t>(bits))), b = xor8(a, and8(m, set1_8(c - 1)));
   return {{_mm256_sub_epi8(b.v[0], m.v[0]), _mm256_sub_epi8(b.v[1], m.v[1])}};
 }
-DS4_INLINE __m256i mul8_half(__m256i a, __m256i b) {
-  const __m256i odd = _mm256_slli_epi16(_mm256_mullo_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8)), 8);
-  return _mm256_or_si256(odd, _mm256_and_si256(_mm256_mullo_epi16(a, b), _mm256_set1_epi16(255)));
-}
-DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, mul8_half); }
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   DS4_UNROLL
   for (int i = 0; i < 2; i++) {
@@ -1079,11 +1091,13 @@ DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) {
 }
 template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { return {{grid8_half(grid, a), grid8_half(grid, b)}}; }
 template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { return {{grid4_half(grid, a), grid4_half(grid, a + 8)}}; }
-DS4_INLINE __m256i digit3_half(__m256i a) {
-  const __m256i g = _mm256_cmpeq_epi8(_mm256_max_epu8(a, _mm256_set1_epi8(86)), a), h = _mm256_cmpeq_epi8(_mm256_max_epu8(a, _mm256_set1_epi8(char(171))), a);
-  return _mm256_sub_epi8(_mm256_setzero_si256(), _mm256_add_epi8(g, h));
+DS4_INLINE __m256i digit3_half(__m256i a, __m256i p) {
+  const __m256i odd = _mm256_set1_epi16(int16_t(0xff00));
+  const __m256i lo = _mm256_mulhi_epu16(_mm256_mullo_epi16(_mm256_slli_epi16(a, 8), p), _mm256_set1_epi16(3));
+  const __m256i hi = _mm256_mulhi_epu16(_mm256_mullo_epi16(_mm256_and_si256(a, odd), p), _mm256_set1_epi16(3 * 256));
+  return _mm256_or_si256(_mm256_and_si256(hi, odd), lo);
 }
-DS4_INLINE i8x64 digit3(i8x64 a) { return {{digit3_half(a.v[0]), digit3_half(a.v[1])}}; }
+DS4_INLINE i8x64 digit3(i8x64 a, const void* power) { return {{digit3_half(a.v[0], load256(power)), digit3_half(a.v[1], load256(static_cast<const uint8_t*>(power) + 32))}}; }
 DS4_INLINE f32x16 bytes_to_f32(const void* w) {
   const __m128i b = load128(w);
   return {{_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(b, b)))}};
@@ -1126,6 +1140,42 @@ template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t
   const __m256i b = _mm256_set1_epi32(load_le<int32_t>(x));
   return add(acc, {{dot4_half<kSigned>(w.v[0], b), dot4_half<kSigned>(w.v[1], b)}});
 }
+DS4_INLINE i8x64 join(__m256i a, __m256i b) { return {{a, b}}; }
+DS4_INLINE void unzip(i8x64 a, i8x64 b, i8x64* w) {
+  DS4_UNROLL
+  for (int i = 0; i < 2; i++) {
+    const __m256 u = _mm256_castsi256_ps(a.v[i]), v = _mm256_castsi256_ps(b.v[i]);
+    w[0].v[i] = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0x88));
+    w[1].v[i] = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0xdd));
+  }
+}
+DS4_INLINE i8x64 byte_of_word(i32x16 a, int i) {
+  const __m256i first = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+  const __m256i at = _mm256_add_epi8(first, _mm256_set1_epi8(char(i)));
+  return {{_mm256_shuffle_epi8(a.v[0], at), _mm256_shuffle_epi8(a.v[1], at)}};
+}
+// Four products fit into 16 bits: 4 * 63 * 127 < 2^15.
+DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, const int8_t* x) {
+  i32x16 r;
+  DS4_UNROLL
+  for (int i = 0; i < 2; i++)
+    r.v[i] = _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(w[0].v[i], load256(x + 32 * i)), _mm256_maddubs_epi16(w[1].v[i], load256(x + 64 + 32 * i))), _mm256_set1_epi16(1));
+  return add(acc, r);
+}
+template <int c> DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, i8x64 signs, const int8_t* x) {
+  const __m256i low = _mm256_set1_epi32(0x08040201), high = _mm256_set1_epi32(int(0x80402010)), one = _mm256_set1_epi8(1), value = _mm256_set1_epi8(c - 1);
+  i32x16 r;
+  DS4_UNROLL
+  for (int i = 0; i < 2; i++) {
+    const __m256i s0 = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(signs.v[i], low), low), one);       // +-1
+    const __m256i s1 = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(signs.v[i], high), high), one);
+    const __m256i p0 = _mm256_maddubs_epi16(_mm256_and_si256(w[0].v[i], value), _mm256_sign_epi8(load256(x + 32 * i), s0));
+    const __m256i p1 = _mm256_maddubs_epi16(_mm256_and_si256(w[1].v[i], value), _mm256_sign_epi8(load256(x + 64 + 32 * i), s1));
+    r.v[i] = _mm256_madd_epi16(_mm256_add_epi16(p0, p1), _mm256_set1_epi16(1));
+  }
+  return add(acc, r);
+}
+constexpr bool kSignsOfX = true;
 DS4_INLINE __m256i zip_half(__m256i a, __m256i b, bool high) {
   const __m256i l = _mm256_unpacklo_epi32(a, b), h = _mm256_unpackhi_epi32(a, b);
   return high ? _mm256_permute2x128_si256(l, h, 0x31) : _mm256_permute2x128_si256(l, h, 0x20);
@@ -1219,7 +1269,6 @@ DS4_INLINE i8x64 load8(const void* p) { return load8(p, static_cast<const uint8_
 DS4_INLINE void store8(void* p, i8x64 a) { for (int i = 0; i < 4; i++) vst1q_u8(static_cast<uint8_t*>(p) + 16 * i, a.v[i]); }
 DS4_INLINE i8x64 set1_8(int a) { DS4_EACH(i8x64, vdupq_n_u8(uint8_t(a))); }
 DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vaddq_u8(a.v[i], b.v[i])); }
-DS4_INLINE i8x64 sub8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vsubq_u8(a.v[i], b.v[i])); }
 DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, veorq_u8(a.v[i], b.v[i])); }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vandq_u8(a.v[i], b.v[i])); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { DS4_EACH(i8x64, vshlq_n_u8(a.v[i], k)); }
@@ -1242,7 +1291,6 @@ DS4_INLINE uint8x16_t bit_mask(uint64_t mask, int i) {           // byte j: all 
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, vaddq_u8(a.v[i], vandq_u8(bit_mask(mask, i), vdupq_n_u8(uint8_t(c))))); }
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { DS4_EACH(i8x64, vbslq_u8(bit_mask(load_le<uint64_t>(bits), i), vsubq_u8(vdupq_n_u8(uint8_t(c)), a.v[i]), a.v[i])); }
 DS4_INLINE i8x64 repeat8(const void* p) { const uint8_t* b = static_cast<const uint8_t*>(p); DS4_EACH(i8x64, vcombine_u8(vdup_n_u8(b[2 * i]), vdup_n_u8(b[2 * i + 1]))); }
-DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vmulq_u8(a.v[i], b.v[i])); }
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   for (int i = 0; i < 4; i++) {
     i8x64* to = i < 2 ? lo : hi;
@@ -1261,7 +1309,12 @@ template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, cons
 template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) {
   DS4_EACH(i8x64, vreinterpretq_u8_u32(uint32x4_t{grid[a[4 * i]], grid[a[4 * i + 1]], grid[a[4 * i + 2]], grid[a[4 * i + 3]]}));
 }
-DS4_INLINE i8x64 digit3(i8x64 a) { DS4_EACH(i8x64, vsubq_u8(vdupq_n_u8(0), vaddq_u8(vcgeq_u8(a.v[i], vdupq_n_u8(86)), vcgeq_u8(a.v[i], vdupq_n_u8(171))))); }
+DS4_INLINE uint8x16_t digit3_quarter(uint8x16_t a, const void* power, int i) {
+  const uint16x8_t p = vmulq_n_u16(vreinterpretq_u16_u8(vld1q_u8(static_cast<const uint8_t*>(power) + 16 * i)), 257);   // both bytes of the pair
+  const uint8x16_t v = vmulq_u8(a, vreinterpretq_u8_u16(p));
+  return vsubq_u8(vdupq_n_u8(0), vaddq_u8(vcgeq_u8(v, vdupq_n_u8(86)), vcgeq_u8(v, vdupq_n_u8(171))));
+}
+DS4_INLINE i8x64 digit3(i8x64 a, const void* power) { DS4_EACH(i8x64, digit3_quarter(a.v[i], power, i)); }
 DS4_INLINE f32x16 bytes_to_f32(const void* w) {
   const int8x16_t b = vreinterpretq_s8_u8(vld1q_u8(static_cast<const uint8_t*>(w)));
   const int16x8_t l = vmovl_s8(vget_low_s8(b)), h = vmovl_s8(vget_high_s8(b));
@@ -1382,7 +1435,6 @@ DS4_INLINE i8x64 load8(const void* p) { i8x64 r; std::memcpy(r.v, p, 64); return
 DS4_INLINE void store8(void* p, i8x64 a) { std::memcpy(p, a.v, 64); }
 DS4_INLINE i8x64 set1_8(int a) { DS4_EACH(i8x64, uint8_t(a)); }
 DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, uint8_t(a.v[i] + b.v[i])); }
-DS4_INLINE i8x64 sub8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, uint8_t(a.v[i] - b.v[i])); }
 DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, a.v[i] ^ b.v[i]); }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, a.v[i] & b.v[i]); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { DS4_EACH(i8x64, uint8_t(a.v[i] << k)); }                     // nothing may leave the byte
@@ -1398,7 +1450,6 @@ DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, uint
 // c - a where the bit is set; a < c, a power of two.
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { DS4_EACH(i8x64, uint8_t(static_cast<const uint8_t*>(bits)[i / 8] >> (i & 7) & 1 ? c - a.v[i] : a.v[i])); }
 DS4_INLINE i8x64 repeat8(const void* p) { DS4_EACH(i8x64, static_cast<const uint8_t*>(p)[i / 8]); }
-DS4_INLINE i8x64 mul8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, uint8_t(a.v[i] * b.v[i])); }
 // a[0] b[0] a[1] b[1] ..: the first 64 to lo.
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   for (int i = 0; i < 64; i++) (i < 32 ? lo : hi)->v[2 * i % 64] = a.v[i], (i < 32 ? lo : hi)->v[2 * i % 64 + 1] = b.v[i];
@@ -1408,7 +1459,8 @@ DS4_INLINE i8x64 nibble_pairs(const void* p, const void* q) { DS4_EACH(i8x64, (s
 // Grid entries of 8 bytes, number a[0] .. a[3], b[0] .. b[3]; of 4 bytes, number a[0] .. a[15].
 template <class I> DS4_INLINE i8x64 grid8(const uint64_t* grid, const I* a, const I* b) { DS4_EACH(i8x64, uint8_t(grid[i < 32 ? a[i / 8] : b[i / 8 - 4]] >> 8 * (i & 7))); }
 template <class I> DS4_INLINE i8x64 grid4(const uint32_t* grid, const I* a) { DS4_EACH(i8x64, uint8_t(grid[a[i / 4]] >> 8 * (i & 3))); }
-DS4_INLINE i8x64 digit3(i8x64 a) { DS4_EACH(i8x64, uint8_t(a.v[i] * 3 >> 8)); }                                // top base-3 digit of a / 256
+// Top base-3 digit of (a * power mod 256) / 256; power: uint16_t[32], one for two bytes.
+DS4_INLINE i8x64 digit3(i8x64 a, const void* power) { DS4_EACH(i8x64, uint8_t(uint8_t(a.v[i] * static_cast<const uint16_t*>(power)[i / 2]) * 3 >> 8)); }
 // Sixteen weight bytes as dot_blocks takes them: unsigned where kBias is 128, else signed.
 DS4_INLINE f32x16 bytes_to_f32(const void* w) { DS4_EACH(f32x16, static_cast<const int8_t*>(w)[i]); }
 
@@ -1498,6 +1550,22 @@ template <class B> DS4_INLINE f32x16 m_lanes(const B* b, size_t n) { return halv
 template <class B> DS4_INLINE f32x16 d_pair(const B* b, size_t n) { return pair(f16_value(b[0].d), f16_value(b[n - 1].d)); }
 template <class B> DS4_INLINE f32x16 m_pair(const B* b, size_t n) { return pair(f16_value(b[0].m), f16_value(b[n - 1].m)); }
 
+// Scales and minimums of the 16 blocks of two 256-blocks a and b (twice the same where there is one), as far as the type has them.
+struct LaneScales { f32x16 d, e0, e1, m0, m1; };
+#if DS4_PASS == 3
+// Through memory: converting a register costs a shuffle more, and the shuffle port is what these kernels are short of.
+DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) {
+  uint64_t two = uint64_t(lo) | uint64_t(hi) << 16;
+  asm("" : "+m"(two));
+  const __m512 v = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&two))));
+  return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), v)};
+}
+#else
+DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { return pair(f16_value(lo), f16_value(hi)); }
+#endif
+template <class B> DS4_INLINE f32x16 d_pair(const B* a, const B* b) { return half_pair(a->d, b->d); }
+template <class B> DS4_INLINE f32x16 m_pair(const B* a, const B* b) { return half_pair(a->m, b->m); }
+
 // The 8 nibbles, 8 two-bit fields of x as bytes, lowest first.
 DS4_INLINE uint64_t spread4(uint64_t x) {
   x = (x | x << 16) & 0x0000ffff0000ffffu;
@@ -1509,10 +1577,9 @@ DS4_INLINE uint64_t spread2(uint64_t x) {
   x = (x | x << 12) & 0x000f000f000f000fu;
   return (x | x << 6) & 0x0303030303030303u;
 }
-// The 4 lowest fields of three bits of both halves of x as bytes.
-DS4_INLINE uint64_t spread3(uint64_t x) {
-  constexpr uint64_t m = 0x0000000700000007u;
-  return (x & m) | (x << 5 & m << 8) | (x << 10 & m << 16) | (x << 15 & m << 24);
+// The 4 lowest fields of two, three bits of words as bytes.
+DS4_INLINE i32x16 spread2(i32x16 x) {
+  return or_(or_(and_bits(x, 3), and_bits(shl<6>(x), 3 << 8)), or_(and_bits(shl<12>(x), 3 << 16), and_bits(shl<18>(x), 3 << 24)));
 }
 DS4_INLINE i32x16 spread3(i32x16 x) {
   return or_(or_(and_bits(x, 7), and_bits(shl<5>(x), 7 << 8)), or_(and_bits(shl<10>(x), 7 << 16), and_bits(shl<15>(x), 7 << 24)));
@@ -1679,15 +1746,23 @@ static void unpack_tq2_0(const uint8_t* p, size_t n, Group& g) {
 }
 // Digit k of a byte is the top one of the byte times 3^k. The values: 5 digits of q[0..31], 5 of q[32..47], 4 of h.
 struct Tq1Tables {
-  uint8_t power[256];
+  uint16_t power[4][32];                       // of the bytes of four times 64 values
+  uint16_t lane_power[5][32];                  // of words 0 - 3, 4 .. 7 of sixteen blocks
+  uint32_t lane_word[8][16];                   // where those words are: in q and h of two blocks, 16 words for each
   uint8_t first32[64], first48[64];            // masks
   uint8_t low16[64], last4[64];                // 0 .. 15 in each lane; places of h in the last 16 bytes of the block
 };
 constexpr Tq1Tables make_tq1_tables() {
   Tq1Tables t{};
   constexpr uint8_t kPowers[5] = {1, 3, 9, 27, 81};
-  for (size_t i = 0; i < 256; i++) t.power[i] = kPowers[i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4];
+  for (size_t i = 0; i < 256; i++) t.power[i / 64][i % 64 / 2] = kPowers[i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4];
   for (size_t i = 0; i < 64; i++) t.first32[i] = i < 32 ? 255 : 0, t.first48[i] = i < 48 ? 255 : 0, t.low16[i] = uint8_t(i % 16), t.last4[i] = uint8_t(10 + i % 4);
+  for (size_t k = 0; k < 8; k++)
+    for (size_t lane = 0; lane < 16; lane++) {
+      const size_t block = lane % 8, first = 32 * block + 4 * k;       // the first value of the word
+      t.lane_word[k][lane] = uint32_t(lane / 8 * 16 + (block < 5 ? k : first < 240 ? 8 + k % 4 : 12));
+      for (size_t i = 0; i < 2; i++) t.lane_power[k < 4 ? 0 : k - 3][2 * lane + i] = t.power[first / 64][first % 64 / 2];
+    }
   return t;
 }
 alignas(64) constexpr Tq1Tables kTq1Tables = make_tq1_tables();
@@ -1697,7 +1772,7 @@ static void unpack_tq1_0(const uint8_t* p, size_t n, Group& g) {
   for (size_t i = 0; i < n; i++) {
     const i8x64 a = load8(b[i].q, b[i].q), c = lookup(b[i].q + 32, load8(kTq1Tables.low16)), h = lookup(b[i].q + 38, load8(kTq1Tables.last4));
     const i8x64 v[4] = {a, a, where(kTq1Tables.first32, a, c), where(kTq1Tables.first48, c, h)};
-    for (size_t k = 0; k < 4; k++) store8(g.q + 256 * i + 64 * k, digit3(mul8(v[k], load8(&kTq1Tables.power[64 * k]))));
+    for (size_t k = 0; k < 4; k++) store8(g.q + 256 * i + 64 * k, digit3(v[k], kTq1Tables.power[k]));
   }
   store(g.d, d_pair(b, n));
 }
@@ -1714,20 +1789,21 @@ DS4_INLINE i32x16 sign_bytes(i32x16 v) {
   return with_parity(s);
 }
 DS4_INLINE f32x16 top_scale(i32x16 v) { return to_f32(or_(shr<27>(v), set1_i32(1))); }
-// q = 256 values, looked up in grid by 32 or 64 numbers and negated (c - value) where their sign bit is set.
-template <class I>
-DS4_INLINE void unpack_grid(const uint64_t* grid, const I* index, const uint8_t* signs, int c, int8_t* q) {
-  for (size_t j = 0; j < 4; j++) store8(q + 64 * j, reflect_where(grid8(grid, index + 8 * j, index + 8 * j + 4), signs + 8 * j, c));
+// Bytes of two scales of k bits, the lower for the first 16 values: both as 2s + 1.
+template <int k> DS4_INLINE void odd_scales(i32x16 v, LaneScales& g) {
+  constexpr uint32_t mask = (2u << k) - 2;
+  g.e0 = to_f32(or_(and_bits(shl<1>(v), mask), set1_i32(1)));
+  g.e1 = to_f32(or_(and_bits(shr<k - 1>(v), mask), set1_i32(1)));
 }
-template <class I>
-DS4_INLINE void unpack_grid(const uint32_t* grid, const I* index, const uint8_t* signs, int c, int8_t* q) {
-  for (size_t j = 0; j < 4; j++) store8(q + 64 * j, reflect_where(grid4(grid, index + 16 * j), signs + 8 * j, c));
-}
-// g.s of block i = its sixteen scales 2s + 1 of four bits.
-DS4_INLINE void odd_scales(const uint8_t* s, size_t i, Group& g) {
-  const uint64_t one = 0x0101010101010101u, sc[2] = {spread4(load_le<uint32_t>(s)) << 1 | one, spread4(load_le<uint32_t>(s + 4)) << 1 | one};
-  std::memcpy(g.s + 16 * i, sc, 16);
-}
+
+// -- unpacking: types whose values are vectors from a grid ----
+
+// Sixteen blocks of 32, from two blocks of the file (which may be the same).
+struct GridGroup {
+  LaneScales scales;
+  i32x16 signs;                                // [block] byte j: the signs of values 8j .. 8j + 7; IQ1: a shift of them, +-1
+  alignas(64) uint16_t index[128];             // numbers of the grid entries, where the file does not have them as bytes
+};
 // index[k] = low[k] | high[k] << 8, 64 of them.
 DS4_INLINE void join_bytes(i8x64 low, i8x64 high, uint16_t* index) {
   i8x64 a, b;
@@ -1735,99 +1811,111 @@ DS4_INLINE void join_bytes(i8x64 low, i8x64 high, uint16_t* index) {
   store8(index, a);
   store8(index + 32, b);
 }
+DS4_INLINE i8x64 as_bytes(i32x16 a) {
+  alignas(64) uint8_t t[64];
+  store_i32(t, a);
+  return load8(t);
+}
 
-static void unpack_iq2_xxs(const uint8_t* p, size_t n, Group& g) {
-  const BlockIQ2_XXS* b = reinterpret_cast<const BlockIQ2_XXS*>(p);
-  const i32x16 v = odd_words(b[0].g, b[n - 1].g);
-  store_i32(g.s, sign_bytes(v));
-  store(g.d, mul(mul(d_pair(b, n), set1(0.125f)), top_scale(v)));
-  for (size_t i = 0; i < n; i++)
-    for (size_t k = 0; k < 8; k += 2)
-      store8(g.q + 256 * i + 32 * k, reflect_where(grid8(kGrid2xxs.data(), b[i].g[k].q, b[i].g[k + 1].q), g.s + 32 * i + 4 * k, 128));
+DS4_INLINE void read_grid(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, GridGroup& g) {
+  const i32x16 v = odd_words(a->g, b->g);
+  g.signs = sign_bytes(v);
+  g.scales.d = mul(mul(d_pair(a, b), set1(0.125f)), top_scale(v));
 }
-static void unpack_iq2_xs(const uint8_t* p, size_t n, Group& g) {
-  const BlockIQ2_XS* b = reinterpret_cast<const BlockIQ2_XS*>(p);
-  for (size_t i = 0; i < n; i++) {
-    alignas(64) uint8_t signs[32];
-    alignas(64) uint16_t index[32];
-    const i32x16 v = load_i32(b[i].q), s = with_parity(and_bits(shr<9>(v), 0x007f007f));
-    store_i32(index, and_bits(v, 0x01ff01ff));
-    store_low16(signs, or_(s, shr<8>(s)));
-    unpack_grid(kGrid2xs.data(), index, signs, 128, g.q + 256 * i);
-    odd_scales(b[i].s, i, g);
+DS4_INLINE void read_grid(const BlockIQ2_XS* a, const BlockIQ2_XS* b, GridGroup& g) {
+  alignas(64) uint8_t signs[64];
+  for (int i = 0; i < 2; i++) {
+    const i32x16 v = load_i32((i == 0 ? a : b)->q), s = with_parity(and_bits(shr<9>(v), 0x007f007f));
+    store_i32(g.index + 32 * i, and_bits(v, 0x01ff01ff));
+    store_low16(signs + 32 * i, or_(s, shr<8>(s)));
   }
-  store(g.d, mul(d_pair(b, n), set1(0.125f)));
-  split_scales(g);
+  g.signs = load_i32(signs, signs + 32);
+  g.scales.d = mul(d_pair(a, b), set1(0.125f));
+  odd_scales<4>(load_u8(a->s, b->s), g.scales);
 }
-static void unpack_iq2_s(const uint8_t* p, size_t n, Group& g) {
-  const BlockIQ2_S* b = reinterpret_cast<const BlockIQ2_S*>(p);
-  alignas(64) uint8_t high[64] = {};
-  alignas(64) uint16_t index[64];
-  for (size_t i = 0; i < n; i++)
-    for (size_t k = 0; k < 4; k++) {
-      const uint64_t h = spread2(load_le<uint16_t>(b[i].h + 2 * k));
-      std::memcpy(high + 32 * i + 8 * k, &h, 8);
-    }
-  join_bytes(load8(b[0].q, b[n - 1].q), load8(high), index);
-  for (size_t i = 0; i < n; i++) {
-    unpack_grid(kGrid2s.data(), index + 32 * i, b[i].sg, 128, g.q + 256 * i);
-    odd_scales(b[i].s, i, g);
-  }
-  store(g.d, mul(d_pair(b, n), set1(0.125f)));
-  split_scales(g);
+DS4_INLINE void read_grid(const BlockIQ2_S* a, const BlockIQ2_S* b, GridGroup& g) {
+  join_bytes(load8(a->q, b->q), as_bytes(spread2(load_u8(a->h, b->h))), g.index);
+  g.signs = load_i32(a->sg, b->sg);
+  g.scales.d = mul(d_pair(a, b), set1(0.125f));
+  odd_scales<4>(load_u8(a->s, b->s), g.scales);
 }
-static void unpack_iq3_xxs(const uint8_t* p, size_t n, Group& g) {
-  const BlockIQ3_XXS* b = reinterpret_cast<const BlockIQ3_XXS*>(p);
-  const i32x16 v = load_i32(b[0].a, b[n - 1].a);
-  store_i32(g.s, sign_bytes(v));
-  store(g.d, mul(mul(d_pair(b, n), set1(0.25f)), top_scale(v)));
-  for (size_t i = 0; i < n; i++) unpack_grid(kGrid3xxs.data(), b[i].q, g.s + 32 * i, 128, g.q + 256 * i);
+DS4_INLINE void read_grid(const BlockIQ3_XXS* a, const BlockIQ3_XXS* b, GridGroup& g) {
+  const i32x16 v = load_i32(a->a, b->a);
+  g.signs = sign_bytes(v);
+  g.scales.d = mul(mul(d_pair(a, b), set1(0.25f)), top_scale(v));
 }
-static void unpack_iq3_s(const uint8_t* p, size_t n, Group& g) {
-  const BlockIQ3_S* b = reinterpret_cast<const BlockIQ3_S*>(p);
-  for (size_t i = 0; i < n; i++) {
-    alignas(64) uint16_t index[64];
-    join_bytes(load8(b[i].q), add_where(set1_8(0), load_le<uint64_t>(b[i].h), 1), index);
-    unpack_grid(kGrid3s.data(), index, b[i].sg, 32, g.q + 256 * i);
-    const uint64_t sc = spread4(load_le<uint32_t>(b[i].s)) << 1 | 0x0101010101010101u;
-    std::memcpy(g.s + 8 * i, &sc, 8);
-  }
-  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s, g.s + 8))));
+DS4_INLINE void read_grid(const BlockIQ3_S* a, const BlockIQ3_S* b, GridGroup& g) {
+  join_bytes(load8(a->q), add_where(set1_8(0), load_le<uint64_t>(a->h), 1), g.index);
+  join_bytes(load8(b->q), add_where(set1_8(0), load_le<uint64_t>(b->h), 1), g.index + 64);
+  g.signs = load_i32(a->sg, b->sg);
+  const uint64_t s[2] = {spread4(load_le<uint32_t>(a->s)), spread4(load_le<uint32_t>(b->s))};
+  g.scales.d = mul(d_pair(a, b), to_f32(or_(shl<1>(load_u8(&s[0], &s[1])), set1_i32(1))));
 }
-// q = 8 * grid + 9 + shift for 256 values; shift: +-1 for every 8.
-DS4_INLINE void unpack_grid1(const uint16_t* index, const uint8_t* shift, int8_t* q) {
-  for (size_t j = 0; j < 4; j++) store8(q + 64 * j, add8(grid8(kGrid1s.data(), index + 8 * j, index + 8 * j + 4), repeat8(shift + 8 * j)));
+DS4_INLINE void read_grid(const BlockIQ1_S* a, const BlockIQ1_S* b, GridGroup& g) {
+  const i32x16 h = load_i16(a->h, b->h);                           // of each 32: 4 x 3 bits of numbers, scale, sign of the shift
+  join_bytes(load8(a->q, b->q), as_bytes(spread3(h)), g.index);
+  g.signs = or_(sar<31>(h), set1_i32(0x01010101));
+  g.scales.d = mul(mul(d_pair(a, b), set1(0.125f)), to_f32(or_(and_bits(shr<11>(h), 14), set1_i32(1))));
 }
-static void unpack_iq1_s(const uint8_t* p, size_t n, Group& g) {
-  const BlockIQ1_S* b = reinterpret_cast<const BlockIQ1_S*>(p);
+DS4_INLINE uint16_t iq1_m_d(const BlockIQ1_M* b) {                 // the product moves nibble k from bit 16k to bit 48 + 4k
+  return uint16_t((load_le<uint64_t>(b->s) >> 12 & 0x000f000f000f000fu) * 0x0001001001001000u >> 48);
+}
+DS4_INLINE uint64_t iq1_m_scales(const BlockIQ1_M* b) {            // a byte of two scales for each 32
+  const uint64_t s = load_le<uint64_t>(b->s), m = 0x003f003f003f003fu;
+  return (s & m) | (s << 2 & m << 8);
+}
+DS4_INLINE void read_grid(const BlockIQ1_M* a, const BlockIQ1_M* b, GridGroup& g) {
+  const i8x64 h = nibble_pairs(a->h, b->h);                        // of each 8: 3 bits of the number, sign of the shift
+  alignas(16) static constexpr int8_t kShift[16] = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
   alignas(64) uint8_t shift[64];
-  alignas(64) uint16_t index[64];
-  const i32x16 h = load_i16(b[0].h, b[n - 1].h);                   // of each 32: 4 x 3 bits of numbers, scale, sign of the shift
-  store_i32(g.s, spread3(h));
-  store_i32(shift, or_(sar<31>(h), set1_i32(0x01010101)));
-  store(g.d, mul(mul(d_pair(b, n), set1(0.125f)), to_f32(or_(and_bits(shr<11>(h), 14), set1_i32(1)))));
-  join_bytes(load8(b[0].q, b[n - 1].q), load8(g.s), index);
-  for (size_t i = 0; i < n; i++) unpack_grid1(index + 32 * i, shift + 32 * i, g.q + 256 * i);
+  store8(shift, lookup(kShift, h));
+  join_bytes(load8(a->q, b->q), and8(h, set1_8(7)), g.index);
+  g.signs = load_i32(shift);
+  const uint64_t s[2] = {iq1_m_scales(a), iq1_m_scales(b)};
+  g.scales.d = mul(half_pair(iq1_m_d(a), iq1_m_d(b)), set1(0.125f));
+  odd_scales<3>(load_u8(&s[0], &s[1]), g.scales);
 }
-DS4_INLINE float iq1_m_scale(const BlockIQ1_M& b) {
-  return f16_value(uint16_t(b.s[0] >> 12 | (b.s[1] >> 8 & 0xf0) | (b.s[2] >> 4 & 0xf00) | (b.s[3] & 0xf000)));
-}
-static void unpack_iq1_m(const uint8_t* p, size_t n, Group& g) {
-  const BlockIQ1_M* b = reinterpret_cast<const BlockIQ1_M*>(p);
-  alignas(64) uint8_t shift[64];
-  alignas(64) uint16_t index[64];
-  const i8x64 h = nibble_pairs(b[0].h, b[n - 1].h);                // of each 8: 3 bits of the number, sign of the shift
-  store8(shift, sub8(set1_8(1), shl8<1>(shr8<3>(h, 1))));
-  join_bytes(load8(b[0].q, b[n - 1].q), and8(h, set1_8(7)), index);
+
+// A type's grid, offset and kind as in Format; kStep numbers lie between those of a block of 32 and the next.
+template <class Block> struct GridType { static constexpr bool kScaled = false; };
+template <const auto& kTable, int kOff, int kNumbers, bool kTwoScales>
+struct GridTraits {
+  static constexpr auto grid = kTable.data();
+  static constexpr int kOffset = kOff, kStep = kNumbers;
+  static constexpr bool kScaled = kTwoScales, kShifted = kOff == 9;   // shifted values instead of signs: IQ1
+};
+template <> struct GridType<BlockIQ2_XXS> : GridTraits<kGrid2xxs, 64, 8, false> {};
+template <> struct GridType<BlockIQ2_XS> : GridTraits<kGrid2xs, 64, 4, true> {};
+template <> struct GridType<BlockIQ2_S> : GridTraits<kGrid2s, 64, 4, true> {};
+template <> struct GridType<BlockIQ3_XXS> : GridTraits<kGrid3xxs, 64, 8, false> {};
+template <> struct GridType<BlockIQ3_S> : GridTraits<kGrid3s, 16, 8, false> {};
+template <> struct GridType<BlockIQ1_S> : GridTraits<kGrid1s, 9, 4, false> {};
+template <> struct GridType<BlockIQ1_M> : GridTraits<kGrid1s, 9, 4, true> {};
+// The numbers of b, the first or second 256 values (h).
+DS4_INLINE const uint8_t* grid_index(const BlockIQ2_XXS* b, const GridGroup&, size_t) { return b->g[0].q; }
+DS4_INLINE const uint8_t* grid_index(const BlockIQ3_XXS* b, const GridGroup&, size_t) { return b->q; }
+template <class Block> DS4_INLINE const uint16_t* grid_index(const Block*, const GridGroup& g, size_t h) { return g.index + 8 * GridType<Block>::kStep * h; }
+
+// 64 values from the numbers at a; those of the second 32 at b.
+template <class I> DS4_INLINE i8x64 grid_values(const uint64_t* grid, const I* a, const I* b) { return grid8(grid, a, b); }
+template <class I> DS4_INLINE i8x64 grid_values(const uint32_t* grid, const I* a, const I*) { return grid4(grid, a); }
+template <class Block>
+static void unpack_grid(const uint8_t* p, size_t n, Group& g) {
+  using T = GridType<Block>;
+  const Block* b = reinterpret_cast<const Block*>(p);
+  GridGroup r;
+  read_grid(b, b + n - 1, r);
+  store_i32(g.s, r.signs);
   for (size_t i = 0; i < n; i++) {
-    unpack_grid1(index + 32 * i, shift + 32 * i, g.q + 256 * i);
-    for (size_t k = 0; k < 4; k += 2) {
-      const uint64_t sc = spread3(b[i].s[k] | uint64_t(b[i].s[k + 1]) << 32) << 1 | 0x0101010101010101u;
-      std::memcpy(g.s + 16 * i + 4 * k, &sc, 8);
+    const auto* at = grid_index(b + i, r, i);
+    for (size_t j = 0; j < 4; j++, at += 2 * T::kStep) {
+      const uint8_t* signs = g.s + 32 * i + 8 * j;
+      const i8x64 v = grid_values(T::grid, at, at + T::kStep);
+      store8(g.q + 256 * i + 64 * j, T::kShifted ? add8(v, repeat8(signs)) : reflect_where(v, signs, 2 * T::kOffset));
     }
   }
-  store(g.d, mul(pair(iq1_m_scale(b[0]), iq1_m_scale(b[n - 1])), set1(0.125f)));
-  split_scales(g);
+  store(g.d, r.scales.d);
+  if constexpr (T::kScaled) store(g.e0, r.scales.e0), store(g.e1, r.scales.e1);
 }
 
 struct Format {
@@ -1846,10 +1934,10 @@ static const Format* find_format(Type type) {
       kIQ4_XS = {unpack_iq4_xs, kPlain, kBias, kSignedTables}, kQ2_K = {unpack_q2_k, kMin16, 0, false},
       kQ3_K = {unpack_q3_k, kScaled, 4, false}, kQ4_K = {unpack_q4_k, kMin, 0, false}, kQ5_K = {unpack_q5_k, kMin, 0, false},
       kQ6_K = {unpack_q6_k, kScaled, 32, false}, kTQ1_0 = {unpack_tq1_0, kPlain, 1, false}, kTQ2_0 = {unpack_tq2_0, kPlain, 1, false},
-      kIQ1_S = {unpack_iq1_s, kPlain, 9, false}, kIQ1_M = {unpack_iq1_m, kScaled, 9, false},
-      kIQ2_XXS = {unpack_iq2_xxs, kPlain, 64, false}, kIQ2_XS = {unpack_iq2_xs, kScaled, 64, false},
-      kIQ2_S = {unpack_iq2_s, kScaled, 64, false}, kIQ3_XXS = {unpack_iq3_xxs, kPlain, 64, false},
-      kIQ3_S = {unpack_iq3_s, kPlain, 16, false};
+      kIQ1_S = {unpack_grid<BlockIQ1_S>, kPlain, 9, false}, kIQ1_M = {unpack_grid<BlockIQ1_M>, kScaled, 9, false},
+      kIQ2_XXS = {unpack_grid<BlockIQ2_XXS>, kPlain, 64, false}, kIQ2_XS = {unpack_grid<BlockIQ2_XS>, kScaled, 64, false},
+      kIQ2_S = {unpack_grid<BlockIQ2_S>, kScaled, 64, false}, kIQ3_XXS = {unpack_grid<BlockIQ3_XXS>, kPlain, 64, false},
+      kIQ3_S = {unpack_grid<BlockIQ3_S>, kPlain, 16, false};
   switch (type) {
     case Type::Q8_0: return &kQ8_0;
     case Type::Q4_0: return &kQ4_0;
@@ -1990,13 +2078,13 @@ DS4_INLINE f32x16 first_of(f32x16 a, size_t n, f32x16 old) {
 //   tokens   AVX-512: 2           3            4            6            8      AVX2: 2            4           6           8
 //   Q8_0     20.8 / 12.0  17.0 / 12.6  13.5 / 12.2  10.0 / 10.6   7.1 /  9.2  15.6 / 7.8   9.6 / 6.0   6.4 / 4.5   4.8 / 4.2
 //   MXFP4    14.9 / 11.4  13.6 / 12.3  10.6 / 12.1   8.2 / 10.0   6.0 /  8.9  12.1 / 8.1   8.4 / 6.0   6.3 / 4.9   4.7 / 4.3
-//   IQ2_XXS  28.8 / 17.6  24.3 / 18.4  20.8 / 17.1  17.2 / 14.4  13.0 / 11.1   8.4 / 6.9   4.8 / 5.3   3.2 / 4.4   2.3 / 3.9
+//   IQ2_XXS  28.8 / 17.6  24.3 / 18.4  20.8 / 17.1  17.2 / 14.4  13.0 / 11.1   11.6 / 6.9   8.1 / 5.3   6.1 / 4.4   4.8 / 3.9
 //   Q2_K     30.4 / 12.5  26.5 / 12.9  20.1 / 12.7  16.5 / 10.2  11.6 /  8.7  14.8 / 7.8   8.2 / 5.7   5.7 / 4.7   4.2 / 4.2
 //   Q4_K     27.8 / 12.1  25.6 / 13.5  21.1 / 13.6  17.1 / 10.9  11.8 /  9.1  12.4 / 8.6   7.4 / 6.4   5.1 / 5.0   3.6 / 4.6
 constexpr size_t kMaxRowTokens = 8;
 static size_t row_tokens(Type type) {
-  const bool lanes = type == Type::IQ2_XXS || type == Type::Q2_K || type == Type::Q4_K;   // see matmul_rows_lanes
-  if (DS4_PASS == 2) return type == Type::IQ2_XXS ? 3 : type == Type::Q4_K ? 6 : 8;
+  const bool lanes = type == Type::IQ2_XXS || type == Type::Q2_K || type == Type::Q4_K || type == Type::TQ1_0;   // see matmul_rows_lanes
+  if (DS4_PASS == 2) return type == Type::Q4_K ? 6 : 8;
   return DS4_PASS == 3 && lanes ? 8 : type == Type::Q8_0 ? 4 : 3;
 }
 
@@ -2061,27 +2149,10 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 
 #if DS4_PASS >= 2
 // -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
-// Word t of lane l is values 4t .. 4t + 3 of block l: the products need no sum across lanes. For the types with the most
-// weights; the numbers are those of the Group form, so the results are too.
+// Word t of lane l is values 4t .. 4t + 3 of block l: the products need no sum across lanes. For the types with a grid, TQ1_0
+// and those with the most weights; the numbers are those of the Group form, so the results are too.
 
-// Scales and minimums of the 16 blocks, as far as the type has them; a and b: the 256-blocks, twice the same where there is one.
-struct LaneScales { f32x16 d, e0, e1, m0, m1; };
-#if DS4_PASS == 3
-// Through memory: converting a register costs a shuffle more, and the shuffle port is what these kernels are short of.
-DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) {
-  uint64_t two = uint64_t(lo) | uint64_t(hi) << 16;
-  asm("" : "+m"(two));
-  const __m512 v = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&two))));
-  return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), v)};
-}
-#else
-DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { return pair(f16_value(lo), f16_value(hi)); }
-#endif
-template <class B> DS4_INLINE f32x16 d_pair(const B* a, const B* b) { return half_pair(a->d, b->d); }
-template <class B> DS4_INLINE f32x16 m_pair(const B* a, const B* b) { return half_pair(a->m, b->m); }
-DS4_INLINE void load_scales(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneScales& g) {
-  g.d = mul(mul(d_pair(a, b), set1(0.125f)), top_scale(odd_words(a->g, b->g)));
-}
+DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
 DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& g) {
   const i32x16 s = load_i16(a->s, b->s);
   const f32x16 m = m_pair(a, b);
@@ -2104,9 +2175,93 @@ DS4_INLINE f32x16 add_sums(f32x16 acc, i32x16 lo, i32x16 hi, const LaneScales& g
   if constexpr (std::is_same_v<Block, BlockQ2_K>) {
     acc = fma(fma(to_f32(lo), g.e0, mul(to_f32(hi), g.e1)), mul(g.d, load(x.d + b)), acc);
     return fma(g.m1, load(x.md_hi + b), fma(g.m0, load(x.md_lo + b), acc));
+  } else if constexpr (GridType<Block>::kScaled) {
+    return fma(fma(to_f32(lo), g.e0, mul(to_f32(hi), g.e1)), mul(g.d, load(x.d + b)), acc);
   } else {
     acc = fma(to_f32(add(lo, hi)), mul(g.d, load(x.d + b)), acc);
     return std::is_same_v<Block, BlockQ4_K> ? fma(g.e0, load(x.md + b), acc) : acc;
+  }
+}
+#endif
+
+#if DS4_PASS >= 2
+// w[0], w[1] = words 2i, 2i + 1 of the sixteen blocks whose numbers begin at a and b.
+template <int kStep, class I> DS4_INLINE void grid_words(const uint64_t* grid, const I* a, const I* b, size_t i, i8x64* w) {
+  auto entries = [&](const I* p, size_t k0, size_t k1, size_t k2, size_t k3) {
+    const I index[4] = {p[kStep * k0 + i], p[kStep * k1 + i], p[kStep * k2 + i], p[kStep * k3 + i]};
+    return grid8_half(grid, index);
+  };
+  unzip(join(entries(a, 0, 1, 4, 5), entries(b, 0, 1, 4, 5)), join(entries(a, 2, 3, 6, 7), entries(b, 2, 3, 6, 7)), w);
+}
+template <int kStep, class I> DS4_INLINE void grid_words(const uint32_t* grid, const I* a, const I* b, size_t i, i8x64* w) {
+  auto entries = [&](const I* p) {
+    const I index[8] = {p[0], p[kStep], p[2 * kStep], p[3 * kStep], p[4 * kStep], p[5 * kStep], p[6 * kStep], p[7 * kStep]};
+    return grid4_half(grid, index);
+  };
+  for (size_t h = 0; h < 2; h++) w[h] = join(entries(a + 2 * i + h), entries(b + 2 * i + h));
+}
+// acc[t] += the 16 blocks of a and b, read into g, times the activations of token t from block `at` on, for n tokens.
+template <class Block>
+DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, const void* const* x, size_t cols, size_t at, size_t n, f32x16* acc) {
+  using T = GridType<Block>;
+  constexpr bool kBlockShift = std::is_same_v<Block, BlockIQ1_S>;  // one for the block: part of the offset
+  constexpr bool kOffsets = T::kShifted || !kSignsOfX;
+  const auto *ia = grid_index(a, g, 0), *ib = grid_index(b, g, 1);
+  i32x16 lo[kMaxRowTokens], hi[kMaxRowTokens], offset = set1_i32(T::kOffset);
+  if constexpr (kBlockShift) offset = sub(offset, sar<24>(g.signs));
+  for (size_t t = 0; t < n; t++) {
+    const ActRow row = act_row(x[t], cols);
+    lo[t] = kOffsets ? mul(sar<7>(load_i32((T::kScaled ? row.c_lo : row.c) + at)), offset) : set1_i32(0);
+    hi[t] = kOffsets && T::kScaled ? mul(sar<7>(load_i32(row.c_hi + at)), offset) : set1_i32(0);
+  }
+  DS4_UNROLL
+  for (size_t i = 0; i < 4; i++) {
+    i8x64 w[2], s = {};
+    grid_words<T::kStep>(T::grid, ia, ib, i, w);
+    if constexpr (!kBlockShift) s = byte_of_word(g.signs, int(i));
+    if constexpr (T::kShifted && !kBlockShift) w[0] = add8(w[0], s), w[1] = add8(w[1], s);
+    for (size_t t = 0; t < n; t++) {
+      i32x16& sum = i < 2 ? lo[t] : hi[t];
+      const int8_t* q = act_row(x[t], cols).qt + 32 * at + 128 * i;
+      if constexpr (T::kShifted) sum = dot_words(sum, w, q);
+      else sum = dot_words<T::kOffset>(sum, w, s, q);
+    }
+  }
+  for (size_t t = 0; t < n; t++) {
+    const f32x16 sum = add_sums<Block>(acc[t], lo[t], hi[t], g.scales, act_row(x[t], cols), at);
+    acc[t] = a != b ? sum : first_of(sum, 8, acc[t]);
+  }
+}
+// Where numbers are put together, that is done a pair of blocks ahead: lookups that wait for theirs fill the CPU's scheduler,
+// and nothing behind them starts.
+template <class Block, bool kOne>
+static void matmul_rows_grid(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
+  constexpr bool kAhead = !std::is_same_v<Block, BlockIQ2_XXS> && !std::is_same_v<Block, BlockIQ3_XXS>;
+  const size_t n = kOne ? 1 : n_tokens;
+  const size_t n_blocks = w.cols / 256;
+  auto row_at = [&](size_t r) { return reinterpret_cast<const Block*>(w.data + r * w.stride); };
+  GridGroup g[2] = {};
+  size_t k = 0;
+  if (kAhead && r0 < r1) read_grid(row_at(r0), row_at(r0) + (1 < n_blocks), g[0]);
+  for (size_t r = r0; r < r1; r++) {
+    const Block *row = row_at(r), *next_row = row_at(std::min(r + 1, r1 - 1));
+    f32x16 acc[kMaxRowTokens];
+    for (size_t t = 0; t < n; t++) acc[t] = zero();
+    for (size_t i = 0; i < n_blocks; i += 2) {
+      const Block *a = row + i, *b = a + (i + 1 < n_blocks);
+      prefetch(reinterpret_cast<const uint8_t*>(a), 2 * sizeof(Block));
+      if constexpr (kAhead) {
+        const bool last = i + 2 >= n_blocks;
+        const Block* next = last ? next_row : a + 2;
+        read_grid(next, next + ((last ? 1 : i + 3) < n_blocks), g[k ^ 1]);
+        add_grid(a, b, g[k], x, w.cols, 8 * i, n, acc);
+        k ^= 1;
+      } else {
+        read_grid(a, b, g[0]);
+        add_grid(a, b, g[0], x, w.cols, 8 * i, n, acc);
+      }
+    }
+    for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
   }
 }
 #endif
@@ -2116,39 +2271,16 @@ DS4_INLINE f32x16 add_sums(f32x16 acc, i32x16 lo, i32x16 hi, const LaneScales& g
 template <class Block>
 struct LaneGroup {
   LaneScales scales;
-  i32x16 signs;
   const Block* block[2];
 };
 template <class Block>
 DS4_INLINE void load_lanes(const Block* a, const Block* b, LaneGroup<Block>& g) {
   load_scales(a, b, g.scales);
-  if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) g.signs = sign_bytes(odd_words(a->g, b->g));
   g.block[0] = a, g.block[1] = b;
 }
 DS4_INLINE __m256i word_at(const void* p) { return _mm256_set1_epi32(load_le<int32_t>(p)); }
 // The sums over 8 lanes; q: word t of the activations at 64t. Products are summed in 16 bits while they cannot overflow.
-DS4_INLINE void dot_lanes(const BlockIQ2_XXS& b, __m256i signs, const int8_t* q, __m256i* lo, __m256i* hi) {
-  const __m256i low = _mm256_set1_epi32(0x08040201), high = _mm256_set1_epi32(int(0x80402010)), one = _mm256_set1_epi8(1);
-  const __m256i lane = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
-  __m256i sum[4];
-  DS4_UNROLL
-  for (int i = 0; i < 4; i++) {
-    auto entries = [&](int k0, int k1, int k2, int k3) {
-      const uint8_t index[4] = {b.g[k0].q[i], b.g[k1].q[i], b.g[k2].q[i], b.g[k3].q[i]};
-      return _mm256_castsi256_ps(_mm256_and_si256(grid8_half(kGrid2xxs.data(), index), _mm256_set1_epi8(63)));   // 64 less
-    };
-    const __m256 u = entries(0, 1, 4, 5), v = entries(2, 3, 6, 7);
-    const __m256i w0 = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0x88)), w1 = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0xdd));
-    const __m256i bits = _mm256_shuffle_epi8(signs, _mm256_add_epi8(lane, _mm256_set1_epi8(char(i))));
-    const __m256i s0 = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bits, low), low), one);       // +-1
-    const __m256i s1 = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bits, high), high), one);
-    const __m256i p0 = _mm256_maddubs_epi16(w0, _mm256_sign_epi8(load256(q + 128 * i), s0)), p1 = _mm256_maddubs_epi16(w1, _mm256_sign_epi8(load256(q + 128 * i + 64), s1));
-    sum[i] = _mm256_madd_epi16(_mm256_add_epi16(p0, p1), _mm256_set1_epi16(1));                         // 4 * 43 * 127 < 2^15
-  }
-  *lo = _mm256_add_epi32(sum[0], sum[1]);
-  *hi = _mm256_add_epi32(sum[2], sum[3]);
-}
-DS4_INLINE void dot_lanes(const BlockQ2_K& b, __m256i, const int8_t* q, __m256i* lo, __m256i* hi) {
+DS4_INLINE void dot_lanes(const BlockQ2_K& b, const int8_t* q, __m256i* lo, __m256i* hi) {
   const __m256i shift = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
   DS4_UNROLL
   for (int h = 0; h < 2; h++) {
@@ -2161,7 +2293,7 @@ DS4_INLINE void dot_lanes(const BlockQ2_K& b, __m256i, const int8_t* q, __m256i*
     *(h == 0 ? lo : hi) = _mm256_madd_epi16(_mm256_add_epi16(_mm256_add_epi16(p[0], p[1]), _mm256_add_epi16(p[2], p[3])), _mm256_set1_epi16(1));
   }
 }
-DS4_INLINE void dot_lanes(const BlockQ4_K& b, __m256i, const int8_t* q, __m256i* lo, __m256i* hi) {
+DS4_INLINE void dot_lanes(const BlockQ4_K& b, const int8_t* q, __m256i* lo, __m256i* hi) {
   const __m256i shift = _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4);
   __m256i sum = _mm256_setzero_si256();
   DS4_UNROLL
@@ -2173,11 +2305,26 @@ DS4_INLINE void dot_lanes(const BlockQ4_K& b, __m256i, const int8_t* q, __m256i*
   *lo = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
   *hi = _mm256_setzero_si256();
 }
+DS4_INLINE void dot_lanes(const BlockTQ1_0& b, const int8_t* q, __m256i* lo, __m256i* hi) {
+  const __m256i h = word_at(b.h);
+  __m256i sum = _mm256_setzero_si256();
+  DS4_UNROLL
+  for (int t = 0; t < 4; t++) {
+    const __m256i c = word_at(b.q + 32 + 4 * t);
+    const __m256i w0 = _mm256_blend_epi32(word_at(b.q + 4 * t), c, 0xe0);
+    const __m256i w1 = _mm256_blend_epi32(_mm256_blend_epi32(word_at(b.q + 16 + 4 * t), c, 0x60), h, 0x80);
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(digit3_half(w0, load256(kTq1Tables.lane_power[0])), load256(q + 64 * t)));
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(digit3_half(w1, load256(kTq1Tables.lane_power[1 + t])), load256(q + 256 + 64 * t)));
+  }
+  *lo = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  *hi = _mm256_setzero_si256();
+}
 template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
   i32x16 lo, hi;
   DS4_UNROLL
-  for (int h = 0; h < 2; h++) dot_lanes(*g.block[h], g.signs.v[h], x.qt + 32 * b + 32 * h, &lo.v[h], &hi.v[h]);
+  for (int h = 0; h < 2; h++) dot_lanes(*g.block[h], x.qt + 32 * b + 32 * h, &lo.v[h], &hi.v[h]);
+  if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = add(lo, sar<7>(load_i32(x.c + b)));                 // -sum
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }
 #elif DS4_PASS == 3
@@ -2281,12 +2428,20 @@ DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneGroup<Blo
   load_scales(a, b, g.scales);
 }
 
+DS4_INLINE void load_lanes(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneGroup<BlockTQ1_0>& g) {
+  const __m512i qa = _mm512_maskz_loadu_epi32(0x1fff, a->q), qb = _mm512_maskz_loadu_epi32(0x1fff, b->q);   // q and h
+  DS4_UNROLL
+  for (int w = 0; w < 8; w++) g.w[w] = digit3({_mm512_permutex2var_epi32(qa, load512(kTq1Tables.lane_word[w]), qb)}, kTq1Tables.lane_power[w < 4 ? 0 : w - 3]).v;
+  load_scales(a, b, g.scales);
+}
+
 // acc + the 16 blocks from b on times the activations.
 template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
   const int8_t* q = x.qt + 32 * b;
   __m512i lo = _mm512_setzero_si512(), hi = lo;
   if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) lo = _mm512_srai_epi32(load512(x.c + b), 1);          // -64 * sum
+  if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = _mm512_srai_epi32(load512(x.c + b), 7);            // -sum
   DS4_UNROLL
   for (int t = 0; t < 4; t++) lo = _mm512_dpbusd_epi32(lo, g.w[t], load512(q + 64 * t));
   DS4_UNROLL
@@ -2558,9 +2713,33 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
   const Format* f = find_format(w.type);
   if (n <= row_tokens(w.type)) {
 #if DS4_PASS >= 2
-    if (w.type == Type::IQ2_XXS) return (n == 1 ? matmul_rows_lanes<BlockIQ2_XXS, true> : matmul_rows_lanes<BlockIQ2_XXS, false>)(w, r0, r1, x, out, n);
-    if (w.type == Type::Q2_K) return (n == 1 ? matmul_rows_lanes<BlockQ2_K, true> : matmul_rows_lanes<BlockQ2_K, false>)(w, r0, r1, x, out, n);
-    if (w.type == Type::Q4_K) return (n == 1 ? matmul_rows_lanes<BlockQ4_K, true> : matmul_rows_lanes<BlockQ4_K, false>)(w, r0, r1, x, out, n);
+    auto lanes = [&](auto block) {
+      using Block = decltype(block);
+      (n == 1 ? matmul_rows_lanes<Block, true> : matmul_rows_lanes<Block, false>)(w, r0, r1, x, out, n);
+    };
+    auto grid = [&](auto block) {
+      using Block = decltype(block);
+      (n == 1 ? matmul_rows_grid<Block, true> : matmul_rows_grid<Block, false>)(w, r0, r1, x, out, n);
+    };
+    switch (w.type) {
+      case Type::Q2_K: return lanes(BlockQ2_K{});
+      case Type::Q4_K: return lanes(BlockQ4_K{});
+      case Type::TQ1_0:
+        if (DS4_PASS == 2 && n > 3) break;                             // would be decoded for each token
+        return lanes(BlockTQ1_0{});
+      case Type::IQ1_S: return grid(BlockIQ1_S{});
+      case Type::IQ1_M: return grid(BlockIQ1_M{});
+#if DS4_PASS == 3
+      case Type::IQ2_XXS: return lanes(BlockIQ2_XXS{});
+#else
+      case Type::IQ2_XXS: return grid(BlockIQ2_XXS{});
+#endif
+      case Type::IQ2_XS: return grid(BlockIQ2_XS{});
+      case Type::IQ2_S: return grid(BlockIQ2_S{});
+      case Type::IQ3_XXS: return grid(BlockIQ3_XXS{});
+      case Type::IQ3_S: return grid(BlockIQ3_S{});
+      default: break;
+    }
 #endif
     const Multiply rows = w.type == Type::Q8_0           ? n == 1 ? matmul_rows_q8_0<true> : matmul_rows_q8_0<false>
                           : f->kind == Kind::kMin        ? matmul_rows<Kind::kMin, false>

@@ -78,6 +78,18 @@ TEST(ThreadPool, LateWorkerIsBenchedAndCalledBack) {
   EXPECT_GT(by_worker, 0);
 }
 
+// Where most threads have nothing to do, those that work are not late.
+TEST(ThreadPool, FewerChunksThanThreadsBenchNobody) {
+  ThreadPool pool(8);
+  for (int i = 0; i < 20; i++) pool.run(3, [&](size_t, int) { std::this_thread::sleep_for(std::chrono::milliseconds(3)); });
+  std::atomic<int> seen{0};
+  pool.run(8, [&](size_t, int thread) {
+    seen |= 1 << thread;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  });
+  EXPECT_EQ(seen, 255);
+}
+
 TEST(Cores, AtLeastOneAndWithinTheMask) {
   cpu_set_t old, one;
   ASSERT_EQ(sched_getaffinity(0, sizeof old, &old), 0);

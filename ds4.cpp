@@ -9856,7 +9856,7 @@ static const Option kOptions[] = {
   {"", "", "#Model and machine", false, nullptr},
   {"-m, --model", "FILE", "GGUF file, or any shard of a split one (default: $DS4_MODEL, else ds4flash.gguf)", false,
    [](Options& o, const OptionValue& v) { o.model = v.text; }},
-  {"--demo", "", "use the small model that comes with the source (tests/data/nano.gguf)", false,
+  {"--demo", "", "the small model that comes with the source (tests/data/nano.gguf), --nothink, --temp 0", false,
    [](Options& o, const OptionValue& v) { o.demo = v.on; }},
   {"-c, --ctx", "N", "context in tokens (default: 32768, at most the model's)", false,
    [](Options& o, const OptionValue& v) { o.run.ctx = uint32_t(v.uint(1, 1u << 30)); }},
@@ -10145,11 +10145,15 @@ class Runtime {
   // The file that --model, --demo, $DS4_MODEL or the default name means; an Error when there is none.
   std::string model_path() const {
     if (!o_.model.empty()) return o_.model;
-    if (o_.demo) return "tests/data/nano.gguf";
+    if (o_.demo) {
+      constexpr char kNano[] = "tests/data/nano.gguf";
+      if (access(kNano, F_OK) != 0) fail("--demo: no %s here; run it in the directory of ds4's source, or name a file with --model", kNano);
+      return kNano;
+    }
     if (const char* path = std::getenv("DS4_MODEL"); path && *path) return path;
     if (access("ds4flash.gguf", F_OK) == 0) return "ds4flash.gguf";
     fail("no model: name a DeepSeek V4 GGUF with -m FILE or $DS4_MODEL, or link it as ./ds4flash.gguf "
-         "(Hugging Face has DeepSeek-V4-Flash GGUF files); 'make demo' needs none");
+         "(Hugging Face has DeepSeek-V4-Flash GGUF files); 'make demo' in ds4's source needs none");
   }
 
  private:
@@ -10750,7 +10754,7 @@ class Chat {
 
   void greet() {
     if (o_.demo) {
-      note("Nano, a 4.7 MB toy of DeepSeek V4's architecture: small sums, capitals, memory.\n"
+      note("Nano, a 4.7 MB toy of DeepSeek V4's architecture: small sums, capitals, memory, 60 names (Clara, Bob, ...).\n"
            "Try  What is 12 + 7?\n"
            "     My name is Clara. What is my name?\n"
            "/help lists commands, Ctrl-D leaves.");
@@ -10877,6 +10881,7 @@ class Chat {
   }
   void regenerate(const std::string&) {
     if (!can_regenerate_) fail("there is no answer to make again");
+    if (o_.generate.sampler.temp == 0) note("(at temperature 0 it is the same answer; /set temp 1 makes others)");
     const State now = state_, base = before_;
     state_ = base;
     state_.messages = Json::array();
@@ -10965,6 +10970,7 @@ class Chat {
     else kOptions[k].apply(changed, v);
     const bool again = changed.effort != o_.effort || changed.profile != o_.profile;
     o_ = std::move(changed);
+    note("(%s %s)", name.c_str() + 2, value.c_str());
     if (name == "--keep-thinking") keep_thinking_ = v.on;
     if (name == "--seed") rng_ = Rng(seed_ = *o_.seed);
     if (again) render_again();
@@ -11286,6 +11292,7 @@ class BenchTable {
     }
     note("%s", line.c_str());
     if (json) return write_out(object(facts).dump() + "\n");
+    if (g_streams.out_tty && g_streams.err_tty && !g_quiet) return;      // the same again, for programs
     std::string out = csv_row(columns_) + header + "\n";
     for (const auto& row : rows_) out += csv_row(row) + values + "\n";
     write_out(out);

@@ -34,19 +34,23 @@ def right_facts(facts, reply):
 
 def measure(command, cases):
     """Runs the cases in one ds4 process; yields (case, right facts, prompt tokens)."""
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as f:
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as f, tempfile.TemporaryFile("w+") as log:
         f.writelines(json.dumps(c) + "\n" for c in cases)
         f.flush()
         run = subprocess.Popen([*command, "--script", f.name, "--quiet"], stdout=subprocess.PIPE,
-                               encoding="utf-8")
+                               stderr=log, encoding="utf-8")
         n = 0
         for case, line in zip(cases, run.stdout):
             result = json.loads(line)
+            if not result["tokens_out"]:
+                run.kill()
+                raise SystemExit(f"recall: {case['name']}: no answer: {result.get('why')}")
             n += 1
             yield case, right_facts(case["facts"], result["text"]), result["prompt_tokens"]
         run.stdout.close()
         if run.wait() not in (0, 3) or n < len(cases):   # 3: an expectation did not hold
-            raise SystemExit(f"recall: ds4 stopped with {run.returncode} after {n} of {len(cases)}")
+            log.seek(0)
+            raise SystemExit(f"recall: ds4 stopped with {run.returncode} after {n} of {len(cases)}\n{log.read()}")
 
 
 def table(command, style, lengths, facts, stories, seed):

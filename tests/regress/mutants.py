@@ -18,8 +18,8 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 # family, what is broken, a piece of ds4.cpp that occurs once, the expression in it, what stands there instead
 MUTANTS = [
     ("dense int8", "scale of the next block", "acc = fma(sum, mul(load(g.d), load(x.d + b)), acc);", "sum", "neg(sum)"),
-    ("dense int8", "rows of a tile exchanged", "reader.unpack(w.data + std::min(r + k, r1 - 1) * w.stride, i, g[k]);", "r + k", "r + (k ^ 1)"),
-    ("float rows", "sign of a product", "fma(a, v[t], acc[i][t]);", "v[t]", "neg(v[t])"),
+    ("dense int8", "rows of a tile exchanged", "const uint8_t* row = w.data + std::min(r + k, r1 - 1) * w.stride;\n      const uint8_t* next", "r + k", "r + (k ^ 1)"),
+    ("float rows", "sign of a product", "acc[i] = fma(L::at(w[i] + k), v, acc[i]);", "L::at(w[i] + k)", "neg(L::at(w[i] + k))"),
     ("routed experts", "sigmoid of -u in SwiGLU", "exp(neg(u))", "neg(u)", "u"),
     ("routed experts", "weight of the first expert for all", "ws.expert_weight[p], shape.ff", "ws.expert_weight[p]", "ws.expert_weight[t * K]"),
     ("routed experts", "selection bias subtracted", "g[e] + w.probs_bias[size_t(e)] >", "w.probs_bias[size_t(e)]", "-w.probs_bias[size_t(e)]"),

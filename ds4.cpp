@@ -179,7 +179,7 @@ static std::string vformat(const char* fmt, va_list args) {
   throw Error(s, kExitUsage);
 }
 
-static bool g_quiet = false;     // -q: nothing on stderr but errors and answers to chat commands
+static bool g_quiet = false;     // -q: no notes, warnings, progress or statistics on stderr
 
 // One line on stderr, "ds4: warning: ...", unless -q.
 [[maybe_unused]] __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
@@ -343,11 +343,6 @@ DS4_INLINE T load_le(const void* p) {     // unaligned little-endian load
   return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// E8M0 scale of MXFP4: 2^(e-127); this is half of it, 2^(e-128), because the value table holds twice E2M1.
-[[maybe_unused]] static inline float e8m0_half_to_f32(uint8_t e) {
-  return e < 2 ? bit_cast<float>(uint32_t(0x00200000) << e) : bit_cast<float>(uint32_t(e - 1) << 23);
-}
-
 // Smallest power of two s with amax / s <= top, for top = 1.m * 2^e given as mantissa limit and exponent.
 static inline float pow2_scale(float amax, uint32_t top_mantissa, int top_exponent) {
   const uint32_t u = bit_cast<uint32_t>(amax);
@@ -359,13 +354,6 @@ static inline float pow2_scale(float amax, uint32_t top_mantissa, int top_expone
 // Scale of one FP4 block: amax / s <= 6 = 1.5 * 2^2, amax floored at 6 * 2^-126.
 [[maybe_unused]] static inline float fp4_scale(float amax) { return pow2_scale(std::max(amax, 6.0f * 0x1p-126f), 0x400000, 2); }
 
-// x rounded to the nearest E4M3 value (4 exponent bits, bias 7, 3 mantissa bits), ties to even, saturating at 448.
-[[maybe_unused]] static inline float round_e4m3(float x) {
-  const float a = std::min(std::fabs(x), 448.0f);
-  const float binade = std::max(bit_cast<float>(bit_cast<uint32_t>(a) & 0x7f800000u), 0x1p-6f);
-  const float c = binade * 0x1.8p20f;                               // one ulp of c is the step of this binade
-  return std::copysign((a + c) - c, x);
-}
 // x rounded to the nearest E2M1 value 0 .5 1 1.5 2 3 4 6, ties to the even code, saturating at 6.
 [[maybe_unused]] static inline float round_e2m1(float x) {
   const float a = std::min(std::fabs(x), 6.0f);
@@ -1547,8 +1535,6 @@ DS4_INLINE f32x16 halves(const uint16_t* p, size_t stride, size_t n) {
 }
 template <class B> DS4_INLINE f32x16 d_lanes(const B* b, size_t n) { return halves(&b->d, sizeof(B), n); }
 template <class B> DS4_INLINE f32x16 m_lanes(const B* b, size_t n) { return halves(&b->m, sizeof(B), n); }
-template <class B> DS4_INLINE f32x16 d_pair(const B* b, size_t n) { return pair(f16_value(b[0].d), f16_value(b[n - 1].d)); }
-template <class B> DS4_INLINE f32x16 m_pair(const B* b, size_t n) { return pair(f16_value(b[0].m), f16_value(b[n - 1].m)); }
 
 // Scales and minimums of the 16 blocks of two 256-blocks a and b (twice the same where there is one), as far as the type has them.
 struct LaneScales { f32x16 d, e0, e1, m0, m1; };
@@ -1655,7 +1641,7 @@ static void unpack_iq4_xs(const uint8_t* p, size_t n, Group& g) {
     const uint64_t s = spread4(load_le<uint32_t>(b[i].sl)) | spread2(b[i].sh) << 4;
     std::memcpy(g.s + 8 * i, &s, 8);
   }
-  store(g.d, mul(d_pair(b, n), to_f32(sub(load_u8(g.s, g.s + 8), set1_i32(32)))));
+  store(g.d, mul(d_pair(b, b + n - 1), to_f32(sub(load_u8(g.s, g.s + 8), set1_i32(32)))));
 }
 
 static void unpack_q2_k(const uint8_t* p, size_t n, Group& g) {
@@ -1667,9 +1653,9 @@ static void unpack_q2_k(const uint8_t* p, size_t n, Group& g) {
       store8(q + 64, mul_lanes(fields<4, 6>(b[i].q + 32 * h, 3), b[i].s + 8 * h + 4));
     }
   }
-  const f32x16 m = m_pair(b, n);
+  const f32x16 m = m_pair(b, b + n - 1);
   const i32x16 s = load_i16(b[0].s, b[n - 1].s);
-  store(g.d, d_pair(b, n));
+  store(g.d, d_pair(b, b + n - 1));
   store(g.e0, mul(m, to_f32(and_bits(shr<4>(s), 15))));
   store(g.e1, mul(m, to_f32(and_bits(shr<12>(s), 15))));
 }
@@ -1691,7 +1677,7 @@ static void unpack_q3_k(const uint8_t* p, size_t n, Group& g) {
     store8(q + 192, add8(fields<4, 6>(b[i].q + 32, 3), shl8<2>(fields<6, 7>(b[i].h, 1))));
     q3_scales(b[i].s, g.s + 16 * i);
   }
-  store(g.d, d_pair(b, n));
+  store(g.d, d_pair(b, b + n - 1));
   split_scales(g);
 }
 // Eight scales and eight minimums of six bits: sc[k] to s, mn[k] to s + 16.
@@ -1708,8 +1694,8 @@ static void unpack_q4_k(const uint8_t* p, size_t n, Group& g) {
     for (size_t j = 0; j < 4; j++) store8(g.q + 256 * i + 64 * j, fields<0, 4>(b[i].q + 32 * j, 15));
     q4_scales(b[i].s, g.s + 8 * i);
   }
-  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s, g.s + 8))));
-  store(g.e0, mul(m_pair(b, n), to_f32(load_u8(g.s + 16, g.s + 24))));
+  store(g.d, mul(d_pair(b, b + n - 1), to_f32(load_u8(g.s, g.s + 8))));
+  store(g.e0, mul(m_pair(b, b + n - 1), to_f32(load_u8(g.s + 16, g.s + 24))));
 }
 static void unpack_q5_k(const uint8_t* p, size_t n, Group& g) {
   const BlockQ5_K* b = reinterpret_cast<const BlockQ5_K*>(p);
@@ -1721,8 +1707,8 @@ static void unpack_q5_k(const uint8_t* p, size_t n, Group& g) {
     store8(q + 192, add8(fields<0, 4>(b[i].q + 96, 15), shl8<4>(fields<6, 7>(b[i].h, 1))));
     q4_scales(b[i].s, g.s + 8 * i);
   }
-  store(g.d, mul(d_pair(b, n), to_f32(load_u8(g.s, g.s + 8))));
-  store(g.e0, mul(m_pair(b, n), to_f32(load_u8(g.s + 16, g.s + 24))));
+  store(g.d, mul(d_pair(b, b + n - 1), to_f32(load_u8(g.s, g.s + 8))));
+  store(g.e0, mul(m_pair(b, b + n - 1), to_f32(load_u8(g.s + 16, g.s + 24))));
 }
 static void unpack_q6_k(const uint8_t* p, size_t n, Group& g) {
   const BlockQ6_K* b = reinterpret_cast<const BlockQ6_K*>(p);
@@ -1735,7 +1721,7 @@ static void unpack_q6_k(const uint8_t* p, size_t n, Group& g) {
     }
     std::memcpy(g.s + 16 * i, b[i].s, 16);
   }
-  store(g.d, d_pair(b, n));
+  store(g.d, d_pair(b, b + n - 1));
   split_scales(g);
 }
 static void unpack_tq2_0(const uint8_t* p, size_t n, Group& g) {
@@ -1745,7 +1731,7 @@ static void unpack_tq2_0(const uint8_t* p, size_t n, Group& g) {
       store8(g.q + 256 * i + 128 * h, fields<0, 2>(b[i].q + 32 * h, 3));
       store8(g.q + 256 * i + 128 * h + 64, fields<4, 6>(b[i].q + 32 * h, 3));
     }
-  store(g.d, d_pair(b, n));
+  store(g.d, d_pair(b, b + n - 1));
 }
 // Digit k of a byte is the top one of the byte times 3^k. The values: 5 digits of q[0..31], 5 of q[32..47], 4 of h.
 struct Tq1Tables {
@@ -1777,7 +1763,7 @@ static void unpack_tq1_0(const uint8_t* p, size_t n, Group& g) {
     const i8x64 v[4] = {a, a, where(kTq1Tables.first32, a, c), where(kTq1Tables.first48, c, h)};
     for (size_t k = 0; k < 4; k++) store8(g.q + 256 * i + 64 * k, digit3(v[k], kTq1Tables.power[k]));
   }
-  store(g.d, d_pair(b, n));
+  store(g.d, d_pair(b, b + n - 1));
 }
 
 // Seven sign bits in the low bits of every byte -> eight: the last makes the number of ones even.
@@ -2123,13 +2109,23 @@ static void matmul_rows(const Matrix& w, size_t r0, size_t r1, const void* const
   }
 }
 
-// Q8_0 straight from the file; only the last, shorter group goes through a Group.
+// acc[t] + the last, shorter group of a row, if it has one; for rows whose full groups are read straight from the file.
+template <bool kSigned>
+static void add_last_group(const RowReader& reader, const uint8_t* row, const void* const* x, size_t n, f32x16* acc) {
+  const size_t i = reader.cols / 512;
+  if (i == reader.groups()) return;
+  Group g = {};
+  reader.unpack(row, i, g);
+  for (size_t t = 0; t < n; t++)
+    acc[t] = first_of(add_group<Kind::kPlain, kSigned>(acc[t], g, reader.format->offset, act_row(x[t], reader.cols), 16 * i), reader.elems(i) / 32, acc[t]);
+}
+
+// Q8_0 straight from the file.
 template <bool kOne>
 static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
   const size_t n = kOne ? 1 : n_tokens;        // known when compiled: the accumulator stays in a register
   const RowReader reader(w.type, w.cols);
   const size_t full = w.cols / 512;
-  Group g = {};
   for (size_t r = r0; r < r1; r++) {
     const uint8_t* row = w.data + r * w.stride;
     f32x16 acc[kMaxRowTokens];
@@ -2145,11 +2141,7 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
         acc[t] = fma(to_f32(s), mul(d, load(a.d + 16 * i)), acc[t]);
       }
     }
-    if (full < reader.groups()) {
-      reader.unpack(row, full, g);
-      for (size_t t = 0; t < n; t++)
-        acc[t] = first_of(add_group<Kind::kPlain, kBias == 0>(acc[t], g, kBias, act_row(x[t], w.cols), 16 * full), reader.elems(full) / 32, acc[t]);
-    }
+    add_last_group<kBias == 0>(reader, row, x, n, acc);
     for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
   }
 }
@@ -2480,16 +2472,16 @@ static void matmul_rows_lanes(const Matrix& w, size_t r0, size_t r1, const void*
 #endif
 
 #if DS4_PASS == 3
-// MXFP4: the 16 blocks of 512 columns in lanes; only the last, shorter group goes through a Group.
+// MXFP4: the 16 blocks of 512 columns in lanes.
 template <bool kOne>
 static void matmul_rows_mxfp4(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
   const size_t n = kOne ? 1 : n_tokens;
   const RowReader reader(w.type, w.cols);
   const size_t full = w.cols / 512;
   const __m512i values = _mm512_broadcast_i32x4(load128(kFp4Bytes.data())), nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi32(reader.format->offset);
-  Group g = {};
   for (size_t r = r0; r < r1; r++) {
-    const BlockMXFP4* b = reinterpret_cast<const BlockMXFP4*>(w.data + r * w.stride);
+    const uint8_t* row = w.data + r * w.stride;
+    const BlockMXFP4* b = reinterpret_cast<const BlockMXFP4*>(row);
     f32x16 acc[kMaxRowTokens];
     for (size_t t = 0; t < n; t++) acc[t] = zero();
     for (size_t i = 0; i < full; i++, b += 16) {
@@ -2523,11 +2515,7 @@ static void matmul_rows_mxfp4(const Matrix& w, size_t r0, size_t r1, const void*
         acc[t] = fma(to_f32(i32x16{_mm512_add_epi32(lo, hi)}), mul(d, load(a.d + 16 * i)), acc[t]);
       }
     }
-    if (full < reader.groups()) {
-      reader.unpack(reinterpret_cast<const uint8_t*>(b) - full * reader.group_bytes(), full, g);
-      for (size_t t = 0; t < n; t++)
-        acc[t] = first_of(add_group<Kind::kPlain, false>(acc[t], g, reader.format->offset, act_row(x[t], w.cols), 16 * full), reader.elems(full) / 32, acc[t]);
-    }
+    add_last_group<false>(reader, row, x, n, acc);
     for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
   }
 }
@@ -9189,21 +9177,20 @@ static void write_out(std::string_view s) {
   write_out(s);
 }
 
+static void tell_list(const char* fmt, va_list args) { std::fprintf(stderr, "%s\n", terminal_safe(vformat(fmt, args)).c_str()); }
+
 // A line for the user on stderr: one that was asked for, and one that -q silences.
 [[maybe_unused]] __attribute__((format(printf, 1, 2))) static void tell(const char* fmt, ...) {
   va_list args;
   va_start(args, fmt);
-  const std::string s = vformat(fmt, args);
+  tell_list(fmt, args);
   va_end(args);
-  std::fprintf(stderr, "%s\n", terminal_safe(s).c_str());
 }
 [[maybe_unused]] __attribute__((format(printf, 1, 2))) static void note(const char* fmt, ...) {
-  if (g_quiet) return;
   va_list args;
   va_start(args, fmt);
-  const std::string s = vformat(fmt, args);
+  if (!g_quiet) tell_list(fmt, args);
   va_end(args);
-  tell("%s", s.c_str());
 }
 
 // An error quotes files, options and messages, which may hold anything.
@@ -9954,7 +9941,7 @@ static const Option kOptions[] = {
   {"--no-stats", "", "none", false, [](Options& o, const OptionValue&) { o.stats = false; }},
   {"--color", "WHEN", "auto, always, never; NO_COLOR and TERM=dumb are honoured", false,
    [](Options& o, const OptionValue& v) { o.color = ColorMode(v.choice("auto|always|never")); }},
-  {"-q, --quiet", "", "nothing on stderr but errors and answers to chat commands", false, [](Options&, const OptionValue& v) { g_quiet = v.on; }},
+  {"-q, --quiet", "", "no notes, warnings, progress or statistics on stderr", false, [](Options&, const OptionValue& v) { g_quiet = v.on; }},
   {"-v, --verbose", "", "details of loading, time per section, token tables", false, [](Options& o, const OptionValue& v) { o.verbose = v.on; }},
 
   {"", "", "#Other commands", false, nullptr},
@@ -11273,7 +11260,8 @@ static int run_check(Runtime& rt) {
 
 // -- benchmarks ----
 
-// Rows of cells (texts and numbers): an aligned table on stderr as they come, at the end CSV or one JSON object on stdout.
+// Rows of cells (texts and numbers): an aligned table on stderr as they come, at the end CSV or one JSON object on stdout; no
+// CSV where the table was just shown on the same terminal.
 class BenchTable {
  public:
   BenchTable(const char* what, std::vector<Json> columns) : what_(what), columns_(std::move(columns)) {}
@@ -11292,7 +11280,7 @@ class BenchTable {
     }
     note("%s", line.c_str());
     if (json) return write_out(object(facts).dump() + "\n");
-    if (g_streams.out_tty && g_streams.err_tty && !g_quiet) return;      // the same again, for programs
+    if (g_streams.out_tty && g_streams.err_tty && !g_quiet) return;
     std::string out = csv_row(columns_) + header + "\n";
     for (const auto& row : rows_) out += csv_row(row) + values + "\n";
     write_out(out);

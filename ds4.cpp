@@ -229,11 +229,11 @@ template <class F>
 }
 
 // Asks for pages of 2 MB behind [p, p + n): what is read in a stream loses a sixth of its speed in pages of 4 kB. False if the
-// system has none.
+// system knows no such request.
 constexpr size_t kLargePage = size_t(2) << 20;
 static bool want_large_pages(void* p, size_t n) { return madvise(p, n, MADV_HUGEPAGE) == 0; }
 
-// Memory aligned to a cache line (64 bytes), zeroed; T must be trivial.
+// Memory aligned to a cache line (64 bytes), from 4 MB on in large pages, zeroed; T must be trivial.
 template <class T>
 class AlignedBuffer {
  public:
@@ -245,7 +245,7 @@ class AlignedBuffer {
     size_ = n;
     if (n == 0) return;
     const uint64_t wanted = checked_mul(n, sizeof(T), "buffer"), align = wanted < 2 * kLargePage ? 64 : kLargePage;
-    const size_t nbytes = size_t(align_up(wanted, align));
+    const size_t nbytes = size_t(align_up(checked_add(wanted, 64, "buffer"), align));
     void* p = std::aligned_alloc(size_t(align), nbytes);
     if (!p) fail("out of memory: %.1f MB wanted", double(nbytes) / 1e6);
     if (align == kLargePage) want_large_pages(p, nbytes);
@@ -266,7 +266,7 @@ class AlignedBuffer {
   size_t size_ = 0;
 };
 
-// Memory handed out in order from one anonymous mapping; pages that nobody touches cost nothing.
+// Memory handed out in order from one anonymous mapping; pages (of 2 MB, if there are) that nobody touches cost nothing.
 // Lay out twice with the same calls: the first pass only counts, map() gets the memory, the second hands it out.
 class Arena {
  public:
@@ -2147,7 +2147,7 @@ static void matmul_rows(const Matrix& w, size_t r0, size_t r1, const void* const
   });
 }
 
-// acc[t] + group i of a row, in the way of types that have no other.
+// acc[t] + the last, shorter group i of a row, through a Group.
 template <bool kSigned>
 static void add_short_group(const RowReader& reader, const uint8_t* row, size_t i, const void* const* x, size_t n, f32x16* acc) {
   Group g = {};
@@ -2159,7 +2159,7 @@ static void add_short_group(const RowReader& reader, const uint8_t* row, size_t 
 // Q8_0 straight from the file.
 template <bool kOne>
 static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
-  const size_t n = kOne ? 1 : n_tokens;        // known when compiled: the accumulator stays in a register
+  const size_t n = kOne ? 1 : n_tokens;        // known when compiled
   const RowReader reader(w.type, w.cols);
   const size_t full = w.cols / 512;
   for_rows<kOne>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
@@ -3719,8 +3719,8 @@ class ThreadPool {
   int size() const { return n_threads_; }
 
   // Calls f(chunk, thread) once for every chunk in [0, n_chunks), thread in [0, size()); returns when all are done.
-  // Each thread has a run of neighbouring chunks, in ascending order, so that what it prefetches behind a chunk is its own
-  // next one; who is done with his own takes from the others'. No allocation; f must not throw and not call run().
+  // Each thread has a run of neighbouring chunks, in ascending order, so that what it prefetches behind a chunk is mostly
+  // its own next one; who is done with his own takes from the others'. No allocation; f must not throw and not call run().
   template <class F>
   void run(size_t n_chunks, const F& f) {
     if (n_threads_ == 1 || n_chunks <= 1) {
@@ -7583,7 +7583,7 @@ struct ByteRange {
 struct Profile {
   double seconds[kParts] = {};
   uint64_t bytes[kParts] = {};
-  std::vector<ByteRange> read;
+  std::vector<ByteRange>* read = nullptr;      // receives them, if wanted
   ProfilePart part = kPartEmbed;
 };
 struct ProfileTimer {
@@ -7766,15 +7766,14 @@ void LayerRunner::prepare(const Span& span) {
   });
 }
 
-// Runs all tasks as one parallel job, cut into chunks of rows: 256 kB of weights when few tokens read them (a stalled core
-// then delays the others by some 20 us), less where that would leave a thread with fewer than four; whole register tiles when
-// many do.
+// Runs all tasks as one parallel job, cut into chunks of rows: 256 kB of weights (15 to 25 us) when few tokens read them,
+// since each chunk's places start cold, and at most about a quarter of a thread's share; whole register tiles when many do.
 void LayerRunner::matmul(const MatmulTask* tasks, size_t n_tasks) {
   size_t bytes = 0;
   for (size_t i = 0; i < n_tasks; i++) {
     const size_t n = size_t(tasks[i].w.rows) * tasks[i].w.stride;
     bytes += n;
-    if (profile) profile->read.push_back({tasks[i].w.data, n});
+    if (profile && profile->read) profile->read->push_back({tasks[i].w.data, n});
   }
   if (profile) profile->bytes[profile->part] += bytes;
   const size_t chunk_bytes = std::min<size_t>(256 << 10, bytes / size_t(4 * pool.size()));
@@ -11510,9 +11509,11 @@ static void bench_profile(Runtime& rt) {
   engine.eval(tokens.data(), n_prompt);                 // once unmeasured: pages, caches
   for (uint32_t i = 0; i < n_decode; i++) {
     Profile first;
+    std::vector<ByteRange> read;
+    first.read = &read;
     engine.set_profile(&first);
     engine.eval(&tokens[n_prompt + i], 1);
-    readers.emplace_back(first.read);
+    readers.emplace_back(read);
   }
   engine.reset();
   engine.set_profile(&profile[0]);
@@ -11525,7 +11526,7 @@ static void bench_profile(Runtime& rt) {
     engine.eval(&tokens[n_prompt + i], 1);
     total[1] += now_seconds() - start;
     start = now_seconds();
-    readers[(i + n_decode / 2) % n_decode].run(pool);   // another token's: these weights were just read
+    readers[(i + n_decode / 2) % n_decode].run(pool);   // another token's experts; only for models larger than the caches
     read_seconds += now_seconds() - start;
   }
   engine.set_profile(nullptr);

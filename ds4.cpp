@@ -245,7 +245,7 @@ class AlignedBuffer {
     size_ = n;
     if (n == 0) return;
     const uint64_t wanted = checked_mul(n, sizeof(T), "buffer"), align = wanted < 2 * kLargePage ? 64 : kLargePage;
-    const size_t nbytes = size_t(align_up(checked_add(wanted, 64, "buffer"), align));
+    const size_t nbytes = size_t(checked_add(wanted, align - 1, "buffer") / align * align);
     void* p = std::aligned_alloc(size_t(align), nbytes);
     if (!p) fail("out of memory: %.1f MB wanted", double(nbytes) / 1e6);
     if (align == kLargePage) want_large_pages(p, nbytes);
@@ -2103,23 +2103,23 @@ DS4_INLINE void prefetch(const void* p, size_t gap, size_t n) {
   }
 }
 
-// Rows r0 to r1 of w times n tokens; part(row, i, acc) adds part i of a row, part_bytes of n_parts, to acc[token]. One token
+// Rows r0 to r1 of w times n tokens; add(row, i, acc) adds group i of a row to acc[token]. One token
 // reads four places at once, a quarter of the rows each, which keeps more requests open than one. Q8_0, 256 kB of rows a
 // call, GB/s of a core: 14.7 from one place, 15.9 from two, 17.2 from four, 18.7 with their lines asked for in turn; plain
 // reading 19.6. Neighbouring rows as places gain nothing.
 constexpr int kPlaces = 4;
-template <bool kOne, class Part>
-DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_parts, size_t part_bytes, size_t n, float* const* out, const Part& part) {
-  const size_t quarter = kOne && n == 1 ? (r1 - r0) / kPlaces : 0, gap = quarter * w.stride;
+template <bool kMayBeOne, class Add>
+DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups, size_t group_bytes, size_t n, float* const* out, const Add& add) {
+  const size_t quarter = kMayBeOne && n == 1 ? (r1 - r0) / kPlaces : 0, gap = quarter * w.stride;
   for (size_t r = r0; r < r0 + quarter; r++) {
     const uint8_t* row = w.data + r * w.stride;
     f32x16 acc[kPlaces];
     DS4_UNROLL
     for (int k = 0; k < kPlaces; k++) acc[k] = zero();
-    for (size_t i = 0; i < n_parts; i++) {
-      prefetch<kPlaces>(row + i * part_bytes, gap, part_bytes);
+    for (size_t i = 0; i < n_groups; i++) {
+      prefetch<kPlaces>(row + i * group_bytes, gap, group_bytes);
       DS4_UNROLL
-      for (int k = 0; k < kPlaces; k++) part(row + size_t(k) * gap, i, acc + k);
+      for (int k = 0; k < kPlaces; k++) add(row + size_t(k) * gap, i, acc + k);
     }
     DS4_UNROLL
     for (int k = 0; k < kPlaces; k++) out[0][r + size_t(k) * quarter] = reduce_add(acc[k]);
@@ -2128,9 +2128,9 @@ DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_parts, 
     const uint8_t* row = w.data + r * w.stride;
     f32x16 acc[kMaxRowTokens];
     for (size_t t = 0; t < n; t++) acc[t] = zero();
-    for (size_t i = 0; i < n_parts; i++) {
-      prefetch<1>(row + i * part_bytes, 0, part_bytes);
-      part(row, i, acc);
+    for (size_t i = 0; i < n_groups; i++) {
+      prefetch<1>(row + i * group_bytes, 0, group_bytes);
+      add(row, i, acc);
     }
     for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
   }
@@ -2140,7 +2140,7 @@ template <Kind kind, bool kSigned>
 static void matmul_rows(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
   const RowReader reader(w.type, w.cols);
   Group g = {};
-  for_rows<true>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) {
+  for_rows<true>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
     reader.unpack(row, i, g);
     for (size_t t = 0; t < n; t++)
       acc[t] = first_of(add_group<kind, kSigned>(acc[t], g, reader.format->offset, act_row(x[t], w.cols), 16 * i), reader.elems(i) / 32, acc[t]);
@@ -2258,8 +2258,8 @@ DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, con
     acc[t] = a != b ? sum : first_of(sum, 8, acc[t]);
   }
 }
-// Where numbers are put together, that is done a pair of blocks ahead: lookups that wait for theirs fill the CPU's scheduler,
-// and nothing behind them starts.
+// One place at a time: bound by arithmetic. Where numbers are put together, that is done a pair of blocks ahead: lookups that
+// wait for theirs fill the CPU's scheduler, and nothing behind them starts.
 template <class Block, bool kOne>
 static void matmul_rows_grid(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
   constexpr bool kAhead = !std::is_same_v<Block, BlockIQ2_XXS> && !std::is_same_v<Block, BlockIQ3_XXS>;
@@ -2837,7 +2837,7 @@ struct LoadBF16 {
   static DS4_INLINE f32x16 at(const uint16_t* p) { return load_bf16(p); }
 };
 
-// out[i * gap] = data row i * gap . x for kRows rows and one token, straight from the file.
+// out[i * gap] = row i * gap of data . x for kRows values of i and one token, straight from the file.
 template <class L, int kRows>
 DS4_INLINE void dot_rows(const uint8_t* data, size_t stride, size_t gap, const float* x, size_t n, float* out) {
   using Elem = typename L::Elem;
@@ -7766,8 +7766,13 @@ void LayerRunner::prepare(const Span& span) {
   });
 }
 
-// Runs all tasks as one parallel job, cut into chunks of rows: 256 kB of weights (15 to 25 us) when few tokens read them,
-// since each chunk's places start cold, and at most about a quarter of a thread's share; whole register tiles when many do.
+// Rows of a chunk: whole register tiles when many tokens read them; when few do, at most about `most` bytes and what takes
+// 15 to 25 us (shorter chunks lose more, since the places that one reads start cold).
+static size_t chunk_rows(const Matrix& w, size_t n_tokens, size_t most = SIZE_MAX) {
+  return n_tokens >= 4 ? 64 : std::max<size_t>(4, size_t(align_up(std::min(most, size_t(256) << 10) / std::max<size_t>(w.stride, 1), 4)));
+}
+
+// Runs all tasks as one parallel job, cut into chunks of rows; about four or more for each thread.
 void LayerRunner::matmul(const MatmulTask* tasks, size_t n_tasks) {
   size_t bytes = 0;
   for (size_t i = 0; i < n_tasks; i++) {
@@ -7776,16 +7781,14 @@ void LayerRunner::matmul(const MatmulTask* tasks, size_t n_tasks) {
     if (profile && profile->read) profile->read->push_back({tasks[i].w.data, n});
   }
   if (profile) profile->bytes[profile->part] += bytes;
-  const size_t chunk_bytes = std::min<size_t>(256 << 10, bytes / size_t(4 * pool.size()));
-  auto chunk_rows = [&](const MatmulTask& t) {
-    return t.n >= 4 ? size_t(64) : std::max<size_t>(4, align_up(chunk_bytes / std::max<size_t>(t.w.stride, 1), 4));
-  };
+  const size_t most = bytes / size_t(4 * pool.size());
+  auto rows_of = [&](const MatmulTask& t) { return chunk_rows(t.w, t.n, most); };
   size_t total = 0;
-  for (size_t i = 0; i < n_tasks; i++) chunk_end_[i] = total += ceil_div(tasks[i].w.rows, chunk_rows(tasks[i]));
+  for (size_t i = 0; i < n_tasks; i++) chunk_end_[i] = total += ceil_div(tasks[i].w.rows, rows_of(tasks[i]));
   pool.run(total, [&](size_t chunk, int) {
     const size_t i = size_t(std::upper_bound(chunk_end_.begin(), chunk_end_.begin() + ptrdiff_t(n_tasks), chunk) - chunk_end_.begin());
     const MatmulTask& t = tasks[i];
-    const size_t rows = chunk_rows(t), r0 = (chunk - (i ? chunk_end_[i - 1] : 0)) * rows, r1 = std::min<size_t>(r0 + rows, t.w.rows);
+    const size_t rows = rows_of(t), r0 = (chunk - (i ? chunk_end_[i - 1] : 0)) * rows, r1 = std::min<size_t>(r0 + rows, t.w.rows);
     const bool as_float = t.as_float || options.exact || t.w.type == Type::F32 || t.w.type == Type::F16 || t.w.type == Type::BF16;
     constexpr uint32_t kBatch = 64;              // pointers gathered at a time for a picked selection
     const void* picked[kBatch];
@@ -11343,7 +11346,7 @@ class BenchTable {
 static Json fixed(double v, int digits = 2) { return Json::number(format("%.*f", digits, v)); }
 
 // Reads one word of each cache line of all ranges, as fast as this core's requests allow: the line is what memory delivers.
-// Four places per thread, asked for ahead. Measured against it, two threads: one place 0.95, eight 0.95, four without asking 0.92.
+// Four places per thread, asked for ahead. Measured against it, two threads: one place 0.94, eight 0.95, four without asking 0.86.
 class PlainReader {
  public:
   explicit PlainReader(const std::vector<ByteRange>& ranges) {
@@ -11405,7 +11408,7 @@ static void fill_weights(AlignedBuffer<uint8_t>& weights, Type type, Rng& rng) {
 // Every weight type x ISA: one token's activations (decode) with 512 MB of weights, a sixteenth of that for scalar, and 64
 // tokens' (prompt) with 512 rows.
 static void bench_kernels(const Options& o) {
-  constexpr size_t kBytes = size_t(512) << 20, kCols = 4096, kTokens = 64, kRowsPerChunk = 64;
+  constexpr size_t kBytes = size_t(512) << 20, kCols = 4096, kTokens = 64;
   ThreadPool pool(o.run.threads ? o.run.threads : physical_cores());
   AlignedBuffer<uint8_t> weights(kBytes);
   Rng rng(1);
@@ -11436,8 +11439,9 @@ static void bench_kernels(const Options& o) {
         k->quantize(xf[t], act.data() + t * act_bytes(kCols), kCols);
       }
       const auto multiply = [&](size_t n_rows, size_t n_tokens, float* const* to) {
-        pool.run(ceil_div(n_rows, kRowsPerChunk), [&](size_t c, int) {
-          const size_t r0 = c * kRowsPerChunk, r1 = std::min(n_rows, r0 + kRowsPerChunk);
+        const size_t step = chunk_rows(w, n_tokens);
+        pool.run(ceil_div(n_rows, step), [&](size_t c, int) {
+          const size_t r0 = c * step, r1 = std::min(n_rows, r0 + step);
           if (is_float) k->matmul_float(w, r0, r1, xf, to, n_tokens);
           else k->matmul_int8(w, r0, r1, xq, to, n_tokens);
         });

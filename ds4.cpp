@@ -2089,47 +2089,63 @@ static size_t row_tokens(Type type) {
   }
 }
 
-// Asks for n bytes of kN places, the first at p and `gap` bytes between them: what lies 2 kB behind into L2, whose many open
-// requests keep the memory busy, what lies 1 kB behind into L1. Line by line, so that no place waits for another.
+// Asks the memory for what kN places, `gap` bytes apart, are going to read, kAhead bytes before they do: each line once, the
+// places in turn, so that none waits for another. Behind a place begins the next one, which has been read; so what is asked for
+// there is where the places of the next call will begin, if it takes as many rows behind these (LAYER gives a thread such runs;
+// that is worth 4 % of the time of 256 kB of Q8_0).
 template <int kN>
-DS4_INLINE void prefetch(const void* p, size_t gap, size_t n) {
-  for (size_t at = 0; at < n; at += 64) {
-    DS4_UNROLL
-    for (int k = 0; k < kN; k++) {
-      const uint8_t* line = static_cast<const uint8_t*>(p) + size_t(k) * gap + at;
-      __builtin_prefetch(line + 2048, 0, 2);
-      __builtin_prefetch(line + 1024, 0, 3);
+class Ahead {
+ public:
+  static constexpr size_t kAhead = 1536;
+  DS4_INLINE Ahead(const uint8_t* first, size_t gap) : first_(first), gap_(gap) { read(0); }
+  DS4_INLINE void read(size_t end) {             // bytes of each place that have been read or will be at once
+    for (; asked_ < end + kAhead; asked_ += 64) {
+      const uint8_t* line = first_ + asked_ + (asked_ < gap_ ? 0 : (kN - 1) * gap_);
+      DS4_UNROLL
+      for (int k = 0; k < kN; k++) __builtin_prefetch(line + size_t(k) * gap_);
+      if (kN == 1) __builtin_prefetch(line + 1024, 0, 2);          // alone it needs L2 to have more requests open
     }
   }
-}
 
-// Rows r0 to r1 of w times n tokens; add(row, i, acc) adds group i of a row to acc[token]. One token
-// reads four places at once, a quarter of the rows each, which keeps more requests open than one. Q8_0, 256 kB of rows a
-// call, GB/s of a core: 14.7 from one place, 15.9 from two, 17.2 from four, 18.7 with their lines asked for in turn; plain
-// reading 19.6. Neighbouring rows as places gain nothing.
+ private:
+  const uint8_t* first_;
+  size_t gap_, asked_ = 0;
+};
+
+// Rows r0 to r1 of w times n tokens; add(row, i, acc) adds group i of a row to acc[token]. One token reads four places at
+// once, a quarter of the rows each, which keeps more requests open. Q8_0, 256 kB of rows a call, us: 17.1 from two places, 16.0 from
+// four, 17.7 from eight, where plain reading takes 15.0; neighbouring rows as places gain nothing.
 constexpr int kPlaces = 4;
 template <bool kMayBeOne, class Add>
 DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups, size_t group_bytes, size_t n, float* const* out, const Add& add) {
-  const size_t quarter = kMayBeOne && n == 1 ? (r1 - r0) / kPlaces : 0, gap = quarter * w.stride;
-  for (size_t r = r0; r < r0 + quarter; r++) {
-    const uint8_t* row = w.data + r * w.stride;
-    f32x16 acc[kPlaces];
-    DS4_UNROLL
-    for (int k = 0; k < kPlaces; k++) acc[k] = zero();
-    for (size_t i = 0; i < n_groups; i++) {
-      prefetch<kPlaces>(row + i * group_bytes, gap, group_bytes);
+  const size_t quarter = kMayBeOne && n == 1 ? (r1 - r0) / kPlaces : 0, gap = quarter * w.stride, rest = r0 + kPlaces * quarter;
+  if (quarter > 0) {
+    Ahead<kPlaces> ahead(w.data + r0 * w.stride, gap);
+    for (size_t r = r0; r < r0 + quarter; r++) {
+      f32x16 acc[kPlaces];
       DS4_UNROLL
-      for (int k = 0; k < kPlaces; k++) add(row + size_t(k) * gap, i, acc + k);
+      for (int k = 0; k < kPlaces; k++) acc[k] = zero();
+      const uint8_t* row = w.data + r * w.stride;
+      for (size_t i = 0; i < n_groups; i++) {
+        const size_t at = (r - r0) * w.stride + i * group_bytes;
+        DS4_UNROLL
+        for (int k = 0; k < kPlaces; k++) {
+          ahead.read(at + size_t(k + 1) * group_bytes / kPlaces);
+          add(row + size_t(k) * gap, i, acc + k);
+        }
+      }
+      DS4_UNROLL
+      for (int k = 0; k < kPlaces; k++) out[0][r + size_t(k) * quarter] = reduce_add(acc[k]);
     }
-    DS4_UNROLL
-    for (int k = 0; k < kPlaces; k++) out[0][r + size_t(k) * quarter] = reduce_add(acc[k]);
   }
-  for (size_t r = r0 + kPlaces * quarter; r < r1; r++) {
+  if (rest == r1) return;
+  Ahead<1> ahead(w.data + rest * w.stride, 0);
+  for (size_t r = rest; r < r1; r++) {
     const uint8_t* row = w.data + r * w.stride;
     f32x16 acc[kMaxRowTokens];
     for (size_t t = 0; t < n; t++) acc[t] = zero();
     for (size_t i = 0; i < n_groups; i++) {
-      prefetch<1>(row + i * group_bytes, 0, group_bytes);
+      ahead.read((r - rest) * w.stride + (i + 1) * group_bytes);
       add(row, i, acc);
     }
     for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
@@ -2269,13 +2285,14 @@ static void matmul_rows_grid(const Matrix& w, size_t r0, size_t r1, const void* 
   GridGroup g[2] = {};
   size_t k = 0;
   if (kAhead && r0 < r1) read_grid(row_at(r0), row_at(r0) + (1 < n_blocks), g[0]);
+  Ahead<1> ahead(w.data + r0 * w.stride, 0);
   for (size_t r = r0; r < r1; r++) {
     const Block *row = row_at(r), *next_row = row_at(std::min(r + 1, r1 - 1));
     f32x16 acc[kMaxRowTokens];
     for (size_t t = 0; t < n; t++) acc[t] = zero();
     for (size_t i = 0; i < n_blocks; i += 2) {
       const Block *a = row + i, *b = a + (i + 1 < n_blocks);
-      prefetch<1>(a, 0, 2 * sizeof(Block));
+      ahead.read((r - r0) * w.stride + (i + 2) * sizeof(Block));
       if constexpr (kAhead) {
         const bool last = i + 2 >= n_blocks;
         const Block* next = last ? next_row : a + 2;
@@ -2837,25 +2854,23 @@ struct LoadBF16 {
   static DS4_INLINE f32x16 at(const uint16_t* p) { return load_bf16(p); }
 };
 
-// out[i * gap] = row i * gap of data . x for kRows values of i and one token, straight from the file.
-template <class L, int kRows>
-DS4_INLINE void dot_rows(const uint8_t* data, size_t stride, size_t gap, const float* x, size_t n, float* out) {
+// out[k * gap] = row k * gap of data . x for kN values of k and one token, straight from the file; `at`: bytes of the rows before.
+template <class L, int kN>
+DS4_INLINE void dot_rows(const uint8_t* data, size_t stride, size_t gap, const float* x, size_t n, float* out, Ahead<kN>& ahead, size_t at) {
   using Elem = typename L::Elem;
-  const Elem* w[kRows];
-  f32x16 acc[kRows];
+  const Elem* w[kN];
+  f32x16 acc[kN];
   DS4_UNROLL
-  for (int i = 0; i < kRows; i++) w[i] = reinterpret_cast<const Elem*>(data + size_t(i) * gap * stride), acc[i] = zero();
+  for (int i = 0; i < kN; i++) w[i] = reinterpret_cast<const Elem*>(data + size_t(i) * gap * stride), acc[i] = zero();
   size_t k = 0;
   for (; k + 16 <= n; k += 16) {
     const f32x16 v = load(x + k);
+    ahead.read(at + (k + 16) * sizeof(Elem));
     DS4_UNROLL
-    for (int i = 0; i < kRows; i++) {
-      if (k * sizeof(Elem) % 64 == 0) prefetch<1>(w[i] + k, 0, 64);
-      acc[i] = fma(L::at(w[i] + k), v, acc[i]);
-    }
+    for (int i = 0; i < kN; i++) acc[i] = fma(L::at(w[i] + k), v, acc[i]);
   }
   DS4_UNROLL
-  for (int i = 0; i < kRows; i++) {
+  for (int i = 0; i < kN; i++) {
     if (k < n) {
       Elem tail[16] = {};
       std::memcpy(tail, w[i] + k, (n - k) * sizeof(Elem));
@@ -2864,11 +2879,17 @@ DS4_INLINE void dot_rows(const uint8_t* data, size_t stride, size_t gap, const f
     out[size_t(i) * gap] = reduce_add(acc[i]);
   }
 }
+template <class L, int kN>
+DS4_INLINE void matvec_places(const Matrix& w, size_t r0, size_t n, const float* x, float* out) {
+  const uint8_t* data = w.data + r0 * w.stride;
+  Ahead<kN> ahead(data, n * w.stride);
+  for (size_t r = 0; r < n; r++) dot_rows<L>(data + r * w.stride, w.stride, n, x, w.cols, out + r0 + r, ahead, r * w.stride);
+}
 template <class L>
 static void matvec_float(const Matrix& w, size_t r0, size_t r1, const float* x, float* out) {
-  const size_t quarter = (r1 - r0) / kPlaces;
-  for (size_t r = r0; r < r0 + quarter; r++) dot_rows<L, kPlaces>(w.data + r * w.stride, w.stride, quarter, x, w.cols, out + r);
-  for (size_t r = r0 + kPlaces * quarter; r < r1; r++) dot_rows<L, 1>(w.data + r * w.stride, w.stride, 1, x, w.cols, out + r);
+  const size_t quarter = (r1 - r0) / kPlaces, rest = r0 + kPlaces * quarter;
+  if (quarter > 0) matvec_places<L, kPlaces>(w, r0, quarter, x, out);
+  if (rest < r1) matvec_places<L, 1>(w, rest, r1 - rest, x, out);
 }
 
 // acc[t][i] += w[i] . x[t] over n columns for kFloatRows x kTokens results in registers; w is padded with zeros to 16.

@@ -53,17 +53,18 @@ def main():
             rows = []
             for _ in range(a.rounds):
                 rows.append((ours(a, threads, prompt, a.gen), peer(a, threads, prompt, a.gen)))
-                share.append(rows[-1][0][1] * gigabytes / memory(a, threads))
+                share.append([100 * rows[-1][0][1] * gigabytes / speed for speed in memory(a, threads)])
             decode += [(o[1], p[1]) for o, p in rows]
             show(threads, "prompt %d" % prompt, [(o[0], p[0]) for o, p in rows])
         show(threads, "decode", decode)
-        print("%-8d %-10s %9.0f%%" % (threads, "of memory", 100 * statistics.median(share)), flush=True)
+        for of, shares in zip(("of memory", "of weights"), zip(*share)):
+            print("%-8d %-10s %9.0f%%" % (threads, of, statistics.median(shares)), flush=True)
 
 
 def memory(a, threads):
-    """GB/s of reading with so many threads."""
-    out = subprocess.run([a.ds4, "--bench", "memory", "-t", str(threads), "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True).stdout
-    return next(row["GB/s"] for row in json.loads(out)["rows"] if row["threads"] == threads)
+    """GB/s of reading with so many threads: of a buffer, of the model's weights in place."""
+    out = subprocess.run([a.ds4, "--bench", "memory", "-t", str(threads), "--model", a.model, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True).stdout
+    return [next(row["GB/s"] for row in json.loads(out)["rows"] if row["of"] == of and row["threads"] == threads) for of in ("buffer", "weights")]
 
 
 def token_gigabytes(a):

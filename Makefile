@@ -4,7 +4,7 @@
 # make asan tsan  the tests under AddressSanitizer + UBSan, or ThreadSanitizer
 # make fuzz       every fuzz target for FUZZ_SECONDS (needs clang's libFuzzer)
 # make bench      speed of this machine's memory, the kernels, the sampler and the tokenizer
-# make bench-peers PEER=DIR MODEL=FILE   ours beside llama.cpp (see README, "Speed")
+# make bench-peers PEER=DIR MODEL=FILE   ours beside llama.cpp (see README, "On a server: memory and speed")
 # make arm        cross build for ARM and its tests under qemu
 # make format     clang-format on the lines changed since the last commit
 # make install clean

@@ -2090,15 +2090,16 @@ static size_t row_tokens(Type type) {
 }
 
 // Asks for what kN places, `gap` bytes apart, are going to read: into L2, whose many open requests keep the memory busy, then
-// into L1. Each line once, the places in turn, so that none waits for another. Behind a place begins the next one, which has
-// been read; so what is asked for there is where the places of the next call will begin, if it takes as many rows behind these
-// (LAYER gives a thread such runs). Q8_0, 256 kB of rows a call, time in that of plain reading: 1.02; into L1 only 1.08; without
-// regard to the next call 1.09; 512 bytes less or more ahead 1.04.
+// into L1; each line once, the places in turn, so that none waits for another. Behind a place's end lies the next place, which
+// has been read. Asked for instead is where the places of the next call begin, if it takes as many rows right behind these:
+// LAYER cuts equal chunks, THREADS gives a thread neighbouring ones. Q8_0, 256 kB of rows a call, times as long as plain
+// reading: 1.02; into L1 only 1.08; without regard to the next call 1.09; 512 bytes less or more ahead 1.04.
 template <int kN>
 class Ahead {
  public:
   DS4_INLINE Ahead(const uint8_t* first, size_t gap) : first_(first), gap_(gap) {}
-  DS4_INLINE void read(size_t end) {             // bytes of each place that have been read or will be at once
+  // For what lies ahead of the first `end` bytes of each place.
+  DS4_INLINE void ask(size_t end) {
     for (; done_ < end; done_ += 64) {
       const uint8_t *far = line(2560), *near = line(1792);
       DS4_UNROLL
@@ -2110,7 +2111,11 @@ class Ahead {
   }
 
  private:
-  DS4_INLINE const uint8_t* line(size_t ahead) const { return first_ + done_ + ahead + (done_ + ahead < gap_ ? 0 : (kN - 1) * gap_); }
+  // Of the first place; past its end, of where the next call's first place begins.
+  DS4_INLINE const uint8_t* line(size_t distance) const {
+    const size_t at = done_ + distance;
+    return first_ + at + (at < gap_ ? 0 : (kN - 1) * gap_);
+  }
   const uint8_t* first_;
   size_t gap_, done_ = 0;
 };
@@ -2133,7 +2138,7 @@ DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups,
         const size_t at = (r - r0) * w.stride + i * group_bytes;
         DS4_UNROLL
         for (int k = 0; k < kPlaces; k++) {
-          ahead.read(at + size_t(k + 1) * group_bytes / kPlaces);
+          ahead.ask(at + size_t(k + 1) * group_bytes / kPlaces);
           add(row + size_t(k) * gap, i, acc + k);
         }
       }
@@ -2148,7 +2153,7 @@ DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups,
     f32x16 acc[kMaxRowTokens];
     for (size_t t = 0; t < n; t++) acc[t] = zero();
     for (size_t i = 0; i < n_groups; i++) {
-      ahead.read((r - rest) * w.stride + (i + 1) * group_bytes);
+      ahead.ask((r - rest) * w.stride + (i + 1) * group_bytes);
       add(row, i, acc);
     }
     for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
@@ -2281,13 +2286,13 @@ DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, con
 // wait for theirs fill the CPU's scheduler, and nothing behind them starts.
 template <class Block, bool kOne>
 static void matmul_rows_grid(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
-  constexpr bool kAhead = !std::is_same_v<Block, BlockIQ2_XXS> && !std::is_same_v<Block, BlockIQ3_XXS>;
+  constexpr bool kPairAhead = !std::is_same_v<Block, BlockIQ2_XXS> && !std::is_same_v<Block, BlockIQ3_XXS>;
   const size_t n = kOne ? 1 : n_tokens;
   const size_t n_blocks = w.cols / 256;
   auto row_at = [&](size_t r) { return reinterpret_cast<const Block*>(w.data + r * w.stride); };
   GridGroup g[2] = {};
   size_t k = 0;
-  if (kAhead && r0 < r1) read_grid(row_at(r0), row_at(r0) + (1 < n_blocks), g[0]);
+  if (kPairAhead && r0 < r1) read_grid(row_at(r0), row_at(r0) + (1 < n_blocks), g[0]);
   Ahead<1> ahead(w.data + r0 * w.stride, 0);
   for (size_t r = r0; r < r1; r++) {
     const Block *row = row_at(r), *next_row = row_at(std::min(r + 1, r1 - 1));
@@ -2295,8 +2300,8 @@ static void matmul_rows_grid(const Matrix& w, size_t r0, size_t r1, const void* 
     for (size_t t = 0; t < n; t++) acc[t] = zero();
     for (size_t i = 0; i < n_blocks; i += 2) {
       const Block *a = row + i, *b = a + (i + 1 < n_blocks);
-      ahead.read((r - r0) * w.stride + (i + 2) * sizeof(Block));
-      if constexpr (kAhead) {
+      ahead.ask((r - r0) * w.stride + (i + 2) * sizeof(Block));
+      if constexpr (kPairAhead) {
         const bool last = i + 2 >= n_blocks;
         const Block* next = last ? next_row : a + 2;
         read_grid(next, next + ((last ? 1 : i + 3) < n_blocks), g[k ^ 1]);
@@ -2374,7 +2379,7 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow&
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }
 #elif DS4_PASS == 3
-// Weights with `offset` 64 for IQ2_XXS.
+// Weights with `offset` 64 for IQ2_XXS; of Q2_K and Q4_K times 2^field_shifts.
 template <class Block>
 struct LaneGroup {
   __m512i w[8];
@@ -2453,10 +2458,13 @@ DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGro
   g.scales.d = mul(mul(d_pair(a, b), set1(0.125f)), lanes.scale);
 }
 
-// Q2_K and Q4_K: the fields stay where they are in their bytes, so that the sums come out too large by a power of two.
-template <class Block> DS4_INLINE __m512i field_shifts();
-template <> DS4_INLINE __m512i field_shifts<BlockQ2_K>() { return _mm512_broadcast_i32x4(_mm_setr_epi32(0, 2, 4, 6)); }
-template <> DS4_INLINE __m512i field_shifts<BlockQ4_K>() { return _mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 0, 4)); }
+// At which bit of its bytes each lane's fields begin, Q2_K or Q4_K. They stay there: a sum comes out 2^shift times too large,
+// still below 16 * 240 * 127 < 2^19, and add_lanes shifts it back exactly.
+template <class Block>
+DS4_INLINE __m512i field_shifts() {
+  return _mm512_broadcast_i32x4(std::is_same_v<Block, BlockQ2_K> ? _mm_setr_epi32(0, 2, 4, 6) : _mm_setr_epi32(0, 4, 0, 4));
+}
+
 DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneGroup<BlockQ2_K>& g) {
   const __m512i qa = load512(a->q), qb = load512(b->q), fields = _mm512_sllv_epi32(_mm512_set1_epi8(3), field_shifts<BlockQ2_K>());
   const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24);
@@ -2863,36 +2871,34 @@ struct LoadBF16 {
   static DS4_INLINE f32x16 at(const uint16_t* p) { return load_bf16(p); }
 };
 
-// out[k * gap] = row k * gap of data . x for kN values of k and one token, straight from the file; `at`: bytes of the rows before.
-template <class L, int kN>
-DS4_INLINE void dot_rows(const uint8_t* data, size_t stride, size_t gap, const float* x, size_t n, float* out, Ahead<kN>& ahead, size_t at) {
-  using Elem = typename L::Elem;
-  const Elem* w[kN];
-  f32x16 acc[kN];
-  DS4_UNROLL
-  for (int i = 0; i < kN; i++) w[i] = reinterpret_cast<const Elem*>(data + size_t(i) * gap * stride), acc[i] = zero();
-  size_t k = 0;
-  for (; k + 16 <= n; k += 16) {
-    const f32x16 v = load(x + k);
-    ahead.read(at + (k + 16) * sizeof(Elem));
-    DS4_UNROLL
-    for (int i = 0; i < kN; i++) acc[i] = fma(L::at(w[i] + k), v, acc[i]);
-  }
-  DS4_UNROLL
-  for (int i = 0; i < kN; i++) {
-    if (k < n) {
-      Elem tail[16] = {};
-      std::memcpy(tail, w[i] + k, (n - k) * sizeof(Elem));
-      acc[i] = fma(L::at(tail), load_partial(x + k, n - k), acc[i]);
-    }
-    out[size_t(i) * gap] = reduce_add(acc[i]);
-  }
-}
+// out[r] = row r of w . x for the kN * n rows from r0 on and one token, kN places of n rows at once, straight from the file.
 template <class L, int kN>
 DS4_INLINE void matvec_places(const Matrix& w, size_t r0, size_t n, const float* x, float* out) {
-  const uint8_t* data = w.data + r0 * w.stride;
-  Ahead<kN> ahead(data, n * w.stride);
-  for (size_t r = 0; r < n; r++) dot_rows<L>(data + r * w.stride, w.stride, n, x, w.cols, out + r0 + r, ahead, r * w.stride);
+  using Elem = typename L::Elem;
+  const size_t gap = n * w.stride, cols = w.cols;
+  Ahead<kN> ahead(w.data + r0 * w.stride, gap);
+  for (size_t r = 0; r < n; r++) {
+    const Elem* row[kN];
+    f32x16 acc[kN];
+    DS4_UNROLL
+    for (int i = 0; i < kN; i++) row[i] = reinterpret_cast<const Elem*>(w.data + (r0 + r) * w.stride + size_t(i) * gap), acc[i] = zero();
+    size_t k = 0;
+    for (; k + 16 <= cols; k += 16) {
+      const f32x16 v = load(x + k);
+      ahead.ask(r * w.stride + (k + 16) * sizeof(Elem));
+      DS4_UNROLL
+      for (int i = 0; i < kN; i++) acc[i] = fma(L::at(row[i] + k), v, acc[i]);
+    }
+    DS4_UNROLL
+    for (int i = 0; i < kN; i++) {
+      if (k < cols) {
+        Elem tail[16] = {};
+        std::memcpy(tail, row[i] + k, (cols - k) * sizeof(Elem));
+        acc[i] = fma(L::at(tail), load_partial(x + k, cols - k), acc[i]);
+      }
+      out[r0 + r + size_t(i) * n] = reduce_add(acc[i]);
+    }
+  }
 }
 template <class L>
 static void matvec_float(const Matrix& w, size_t r0, size_t r1, const float* x, float* out) {
@@ -7797,7 +7803,7 @@ void LayerRunner::prepare(const Span& span) {
 }
 
 // Rows of a chunk: whole register tiles when many tokens read them; when few do, at most about `most` bytes and what takes
-// 15 to 25 us (shorter chunks lose more, since the places that one reads start cold).
+// 15 to 25 us. The same for all chunks of a task but the last, so that Ahead finds where the next one's places begin.
 static size_t chunk_rows(const Matrix& w, size_t n_tokens, size_t most = SIZE_MAX) {
   return n_tokens >= 4 ? 64 : std::max<size_t>(4, size_t(align_up(std::min(most, size_t(256) << 10) / std::max<size_t>(w.stride, 1), 4)));
 }
@@ -10021,7 +10027,7 @@ static const Option kOptions[] = {
    [](Options& o, const OptionValue& v) { set_command(o, Command::dump_taps, v); }},
   {"--perplexity-file", "FILE", "perplexity of a text in windows of --ctx tokens", false,
    [](Options& o, const OptionValue& v) { set_command(o, Command::perplexity, v); }},
-  {"--bench", "[WHAT]", "measure memory, kernels, model (default), sampler, tokenizer or profile", false,
+  {"--bench", "[WHAT]", "measure memory (with -m also its weights), kernels, model (default), sampler, tokenizer or profile", false,
    [](Options& o, const OptionValue& v) {
      set_command(o, Command::bench, v);
      if (!v.text.empty()) v.choice("memory|kernels|model|sampler|tokenizer|profile");
@@ -11413,7 +11419,7 @@ static double read_bandwidth(ThreadPool& pool, const std::vector<ByteRange>& ran
   return double(n) / median_seconds([&] { reader.run(pool); }, 1.0, 5);
 }
 
-// Memory that programs can get without swapping, in bytes; 0 if unknown.
+// Memory that programs can get without swapping, in bytes; 0 if unknown. Limit: a container's own limit is not looked at.
 static uint64_t available_memory() {
   unsigned long long kb = 0;
   if (std::FILE* f = std::fopen("/proc/meminfo", "re")) {
@@ -11424,8 +11430,9 @@ static uint64_t available_memory() {
   return kb * 1024;
 }
 
-// Reads a buffer of eight times the last cache (at least 512 MB, at most a quarter of the memory available): of 512 MB this
-// machine's cache of 480 keeps a part, which reads a fifth faster. Of a model, as many bytes of its weights in place.
+// Reads a buffer of eight times the last cache, at most a quarter of the memory available, but never less than 512 MB (also
+// where the cache's size is unknown): a cache of 480 MB keeps part of 512 MB, which then reads a seventh faster. With --model
+// also as many bytes of its weights in place; those of a small model come from the cache.
 static void bench_memory(Runtime& rt) {
   const Options& o = rt.options();
   const size_t least = size_t(512) << 20;
@@ -11450,10 +11457,10 @@ static void bench_memory(Runtime& rt) {
     for (const ByteRange& r : ranges) n_read += r.n;
     for (int n = 1; n <= pool.size(); n = n < pool.size() && n * 2 > pool.size() ? pool.size() : n * 2) {
       ThreadPool part(n);
-      table.add({name, n, fixed(read_bandwidth(part, ranges) / 1e9), n_read >> 20});
+      table.add({name, n, fixed(read_bandwidth(part, ranges) / 1e9), fixed(double(n_read) / 1e6, 0)});
     }
   }
-  table.print(o.json, Json::object());
+  table.print(o.json, Json::object().set("cache_MB", fixed(double(cache) / 1e6, 0)));
 }
 
 // Random bytes, which any quantised block may be; float types get values of a common size.
@@ -11470,7 +11477,7 @@ static void fill_weights(AlignedBuffer<uint8_t>& weights, Type type, Rng& rng) {
 }
 
 // Every weight type x ISA: one token's activations (decode) with 512 MB of weights, a sixteenth of that for scalar, and 64
-// tokens' (prompt) with 512 rows.
+// tokens' (prompt) with 512 rows. The ceiling is plain reading of the same 512 MB, of which a large last cache keeps a part.
 static void bench_kernels(const Options& o) {
   constexpr size_t kBytes = size_t(512) << 20, kCols = 4096, kTokens = 64;
   ThreadPool pool(o.run.threads ? o.run.threads : physical_cores());
@@ -11519,7 +11526,7 @@ static void bench_kernels(const Options& o) {
                  fixed(double(std::min<size_t>(rows, 512) * kCols * kTokens) / prompt / 1e9, 1)});
     }
   }
-  table.print(o.json, Json::object().set("threads", pool.size()).set("memory_GB/s", fixed(ceiling / 1e9)));
+  table.print(o.json, Json::object().set("threads", pool.size()).set("ceiling_GB/s", fixed(ceiling / 1e9)));
 }
 
 // Prompt reading and decoding speed of the model on random tokens. --ctx bounds the contexts that are tried.

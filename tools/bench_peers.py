@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios, and how much of
-the memory's read bandwidth ds4 uses when decoding. Python standard library only.
+"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios, and how much ds4
+uses, when decoding, of the speed at which a buffer ("of memory") and the weights in place ("of weights") can be read. Python
+standard library only.
 
     tools/bench_peers.py --ds4 ./ds4 --peer DIR --model slice5.gguf [--threads 1,2] [--prompts 32,512] [--rounds 3]
 
-DIR holds peer_bench, built from tools/peer: README, "Speed", tells how.
+DIR holds peer_bench, built from tools/peer: README, "On a server: memory and speed", tells how.
 """
 import argparse
 import json

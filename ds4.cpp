@@ -2093,7 +2093,7 @@ static size_t row_tokens(Type type) {
 // into L1; each line once, the places in turn, so that none waits for another. Behind a place's end lies the next place, which
 // has been read. Asked for instead is where the places of the next call begin, if it takes as many rows right behind these:
 // LAYER cuts equal chunks, THREADS gives a thread neighbouring ones. Q8_0, 256 kB of rows a call, times as long as plain
-// reading: 1.02; into L1 only 1.08; without regard to the next call 1.09; 512 bytes less or more ahead 1.04.
+// reading: 1.02; into L1 only 1.08; 512 bytes less or more ahead 1.04; a kB less 1.04, that without regard to the next call 1.09.
 template <int kN>
 class Ahead {
  public:
@@ -2121,8 +2121,8 @@ class Ahead {
 };
 
 // Rows r0 to r1 of w times n tokens; add(row, i, acc) adds group i of a row to acc[token]. One token reads four places at
-// once, a quarter of the rows each, which keeps more requests open: two places take 6 % longer, eight 4 %; neighbouring rows
-// as places gain nothing.
+// once, a quarter of the rows each, which keeps more requests open: two places take 9 % longer, eight 1 % less; neighbouring
+// rows as places gain nothing.
 constexpr int kPlaces = 4;
 template <bool kMayBeOne, class Add>
 DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups, size_t group_bytes, size_t n, float* const* out, const Add& add) {
@@ -11389,7 +11389,9 @@ class PlainReader {
     constexpr size_t kPiece = 1 << 20;
     for (const ByteRange& r : ranges)
       for (size_t at = 0; at < r.n; at += kPiece) pieces_.push_back({r.data + at, std::min(kPiece, r.n - at)});
+    for (const ByteRange& r : ranges) bytes_ += r.n;
   }
+  size_t bytes() const { return bytes_; }
   void run(ThreadPool& pool) const {
     pool.run(pieces_.size(), [&](size_t i, int) {
       constexpr size_t kPlaces = 4, kLine = 64;
@@ -11409,14 +11411,12 @@ class PlainReader {
 
  private:
   std::vector<ByteRange> pieces_;
+  size_t bytes_ = 0;
 };
 
 // Bytes per second that the pool's threads read.
-static double read_bandwidth(ThreadPool& pool, const std::vector<ByteRange>& ranges) {
-  const PlainReader reader(ranges);
-  size_t n = 0;
-  for (const ByteRange& r : ranges) n += r.n;
-  return double(n) / median_seconds([&] { reader.run(pool); }, 1.0, 5);
+static double read_bandwidth(ThreadPool& pool, const PlainReader& reader) {
+  return double(reader.bytes()) / median_seconds([&] { reader.run(pool); }, 1.0, 5);
 }
 
 // Memory that programs can get without swapping, in bytes; 0 if unknown. Limit: a container's own limit is not looked at.
@@ -11439,7 +11439,7 @@ static void bench_memory(Runtime& rt) {
   const size_t cache = size_t(std::max(0L, std::max(sysconf(_SC_LEVEL3_CACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE))));
   const size_t n_bytes = std::max(least, std::min(8 * cache, size_t(available_memory() / 4)));
   AlignedBuffer<uint8_t> buffer(n_bytes);
-  std::vector<std::pair<const char*, std::vector<ByteRange>>> places = {{"buffer", {{buffer.data(), buffer.size()}}}};
+  std::vector<std::pair<const char*, PlainReader>> readers = {{"buffer", PlainReader({{buffer.data(), buffer.size()}})}};
   if (!o.model.empty()) {
     std::vector<ByteRange> weights;
     size_t left = n_bytes;
@@ -11448,18 +11448,15 @@ static void bench_memory(Runtime& rt) {
       if (n > 0) weights.push_back({t.data, n});
       left -= n;
     }
-    places.push_back({"weights", weights});
+    readers.emplace_back("weights", PlainReader(weights));
   }
   ThreadPool pool(o.run.threads ? o.run.threads : physical_cores());
   BenchTable table("memory", {"of", "threads", "GB/s", "MB"});
-  for (const auto& [name, ranges] : places) {
-    size_t n_read = 0;
-    for (const ByteRange& r : ranges) n_read += r.n;
+  for (const auto& [name, reader] : readers)
     for (int n = 1; n <= pool.size(); n = n < pool.size() && n * 2 > pool.size() ? pool.size() : n * 2) {
       ThreadPool part(n);
-      table.add({name, n, fixed(read_bandwidth(part, ranges) / 1e9), fixed(double(n_read) / 1e6, 0)});
+      table.add({name, n, fixed(read_bandwidth(part, reader) / 1e9), fixed(double(reader.bytes()) / 1e6, 0)});
     }
-  }
   table.print(o.json, Json::object().set("cache_MB", fixed(double(cache) / 1e6, 0)));
 }
 
@@ -11484,7 +11481,7 @@ static void bench_kernels(const Options& o) {
   AlignedBuffer<uint8_t> weights(kBytes);
   Rng rng(1);
   fill_weights(weights, Type::Q8_0, rng);
-  const double ceiling = read_bandwidth(pool, {{weights.data(), kBytes}});
+  const double ceiling = read_bandwidth(pool, PlainReader({{weights.data(), kBytes}}));
   AlignedBuffer<float> x(kTokens * kCols);
   for (size_t i = 0; i < x.size(); i++) x[i] = rng.next_float() - 0.5f;
   bool was_float = false;

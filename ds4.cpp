@@ -4072,21 +4072,25 @@ class MappedFile {
     if (fd_ >= 0) close(fd_);
   }
 
-  // Reads every page. What another program wrote or read before lies in memory in pages of 4 kB; where they can be of 2 MB
-  // it is dropped and read again into those. The first, small piece shows whether that works.
+  // Reads every page. What another program wrote or read before lies in memory in pages of 4 kB, as may what the system took
+  // apart; where they can be of 2 MB it is dropped and read again into those, until that helps no more.
   void warm() {
-    constexpr size_t kLarge = size_t(2) << 20, kFirst = 32 * kLarge;
+    constexpr size_t kPiece = size_t(64) << 20;
+    const auto unmap_pages = [&](size_t at, size_t n) { madvise(const_cast<uint8_t*>(data_) + at, n, MADV_DONTNEED); };
     bool renew = large_pages_;
     if (renew) fdatasync(fd_);                   // pages that are not on disk yet are not dropped
-    for (size_t at = 0, n; at < size_; at += n) {
-      n = std::min(size_ - at, at == 0 ? kFirst : std::max(kFirst, size_ / 32 / kLarge * kLarge));
-      const size_t enough = renew ? large_page_bytes() + n / 2 : 0;
+    if (renew) unmap_pages(0, size_);            // so that only one piece at a time counts
+    for (size_t at = 0; at < size_; at += kPiece) {
+      const size_t n = std::min(size_ - at, kPiece);
       touch(at, n);
-      if (!renew || large_page_bytes() > enough) continue;
-      madvise(const_cast<uint8_t*>(data_) + at, n, MADV_DONTNEED);
+      if (!renew) continue;
+      const size_t large = large_page_bytes();
+      unmap_pages(at, n);
+      if (large >= n / kLargePage * kLargePage) continue;
       posix_fadvise(fd_, off_t(at), off_t(n), POSIX_FADV_DONTNEED);
       touch(at, n);
-      renew = large_page_bytes() > enough;       // not on every system, not for every file
+      renew = large_page_bytes() > large;        // not on every system, not for every file
+      unmap_pages(at, n);
     }
     if (fd_ >= 0) close(std::exchange(fd_, -1));
   }

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios, and how much ds4
-uses, when decoding, of the speed at which a buffer ("of memory") and the weights in place ("of weights") can be read. Python
-standard library only.
+"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios, and how fast ds4
+decodes by what it takes to read the bytes of a token once, at the speed at which a buffer ("of memory") and the weights in place
+("of weights") are read. Both programs find the file in large pages, where the system has them (--warm-weights). Python standard
+library only.
 
     tools/bench_peers.py --ds4 ./ds4 --peer DIR --model slice5.gguf [--threads 1,2] [--prompts 32,512] [--rounds 3]
 
@@ -23,7 +24,7 @@ def ours(a, threads, prompt, gen):
             seed = (seed * 1664525 + 1013904223) & 0xFFFFFFFF
             f.write("%d " % ((seed >> 8) % 100000 + 1000))
         f.flush()
-        out = subprocess.run([a.ds4, "-q", "--model", a.model, "-t", str(threads), "-c", str(prompt + gen + 64), "--prompt-tokens", f.name, "-n", str(gen + 1),
+        out = subprocess.run([a.ds4, "-q", "--warm-weights", "--model", a.model, "-t", str(threads), "-c", str(prompt + gen + 64), "--prompt-tokens", f.name, "-n", str(gen + 1),
                               "--temp", "0", "--ignore-eos", "--json"], stdout=subprocess.PIPE, check=True, text=True).stdout
     j = json.loads(out)
     return prompt / j["prompt_ms"] * 1e3, (j["completion_tokens"] - 1) / j["completion_ms"] * 1e3      # the last one is not computed with
@@ -64,7 +65,7 @@ def main():
 
 def memory(a, threads):
     """GB/s of reading with so many threads: of a buffer, of the model's weights in place."""
-    out = subprocess.run([a.ds4, "--bench", "memory", "-t", str(threads), "--model", a.model, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True).stdout
+    out = subprocess.run([a.ds4, "--bench", "memory", "--warm-weights", "-t", str(threads), "--model", a.model, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True).stdout
     return [next(row["GB/s"] for row in json.loads(out)["rows"] if row["of"] == of and row["threads"] == threads) for of in ("buffer", "weights")]
 
 

@@ -2871,40 +2871,60 @@ struct LoadBF16 {
   static DS4_INLINE f32x16 at(const uint16_t* p) { return load_bf16(p); }
 };
 
-// out[r] = row r of w . x for the kN * n rows from r0 on and one token, kN places of n rows at once, straight from the file.
-template <class L, int kN>
-DS4_INLINE void matvec_places(const Matrix& w, size_t r0, size_t n, const float* x, float* out) {
+// out[t][r] = row r of w . x[t] for the kN * n rows from r0 on and kTokens tokens, kN places of n rows at once, straight from the file.
+template <class L, int kN, int kTokens>
+DS4_INLINE void dot_places(const Matrix& w, size_t r0, size_t n, const float* const* x, float* const* out) {
   using Elem = typename L::Elem;
   const size_t gap = n * w.stride, cols = w.cols;
   Ahead<kN> ahead(w.data + r0 * w.stride, gap);
   for (size_t r = 0; r < n; r++) {
     const Elem* row[kN];
-    f32x16 acc[kN];
+    f32x16 acc[kN][kTokens], v[kTokens];
     DS4_UNROLL
-    for (int i = 0; i < kN; i++) row[i] = reinterpret_cast<const Elem*>(w.data + (r0 + r) * w.stride + size_t(i) * gap), acc[i] = zero();
+    for (int i = 0; i < kN; i++) {
+      row[i] = reinterpret_cast<const Elem*>(w.data + (r0 + r) * w.stride + size_t(i) * gap);
+      for (f32x16& a : acc[i]) a = zero();
+    }
     size_t k = 0;
     for (; k + 16 <= cols; k += 16) {
-      const f32x16 v = load(x + k);
       ahead.ask(r * w.stride + (k + 16) * sizeof(Elem));
       DS4_UNROLL
-      for (int i = 0; i < kN; i++) acc[i] = fma(L::at(row[i] + k), v, acc[i]);
+      for (int t = 0; t < kTokens; t++) v[t] = load(x[t] + k);
+      DS4_UNROLL
+      for (int i = 0; i < kN; i++) {
+        const f32x16 m = in_register(L::at(row[i] + k));
+        DS4_UNROLL
+        for (int t = 0; t < kTokens; t++) acc[i][t] = fma(m, v[t], acc[i][t]);
+      }
     }
     DS4_UNROLL
     for (int i = 0; i < kN; i++) {
-      if (k < cols) {
-        Elem tail[16] = {};
-        std::memcpy(tail, row[i] + k, (cols - k) * sizeof(Elem));
-        acc[i] = fma(L::at(tail), load_partial(x + k, cols - k), acc[i]);
+      Elem tail[16] = {};
+      std::memcpy(tail, row[i] + k, (cols - k) * sizeof(Elem));
+      for (int t = 0; t < kTokens; t++) {
+        if (k < cols) acc[i][t] = fma(L::at(tail), load_partial(x[t] + k, cols - k), acc[i][t]);
+        out[t][r0 + r + size_t(i) * n] = reduce_add(acc[i][t]);
       }
-      out[r0 + r + size_t(i) * n] = reduce_add(acc[i]);
     }
   }
 }
+// One token, or four at a time (the last one repeated) with as many places as there are registers for.
+template <class L, int kTokens>
+DS4_INLINE void matmul_places(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out) {
+  constexpr int kN = kTokens == 1 || DS4_PASS == 3 ? kPlaces : 1;
+  const size_t n = (r1 - r0) / kN, rest = r0 + kN * n;
+  if (n > 0) dot_places<L, kN, kTokens>(w, r0, n, x, out);
+  if (rest < r1) dot_places<L, 1, kTokens>(w, rest, r1 - rest, x, out);
+}
 template <class L>
-static void matvec_float(const Matrix& w, size_t r0, size_t r1, const float* x, float* out) {
-  const size_t quarter = (r1 - r0) / kPlaces, rest = r0 + kPlaces * quarter;
-  if (quarter > 0) matvec_places<L, kPlaces>(w, r0, quarter, x, out);
-  if (rest < r1) matvec_places<L, 1>(w, rest, r1 - rest, x, out);
+static void matmul_few(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
+  if (n == 1) return matmul_places<L, 1>(w, r0, r1, x, out);
+  for (size_t t0 = 0; t0 < n; t0 += 4) {
+    const float* xs[4];
+    float* outs[4];
+    for (size_t i = 0; i < 4; i++) xs[i] = x[std::min(t0 + i, n - 1)], outs[i] = out[std::min(t0 + i, n - 1)];
+    matmul_places<L, 4>(w, r0, r1, xs, outs);
+  }
 }
 
 // acc[t][i] += w[i] . x[t] over n columns for kFloatRows x kTokens results in registers; w is padded with zeros to 16.
@@ -2939,11 +2959,13 @@ DS4_INLINE void dot_tile(const float* const* w, const float* const* x, size_t k0
   }
 }
 
-// A few rows become floats, some columns at a time, in the L1 cache; all tokens of a batch pass over them.
+// Few tokens read float weights straight from the file. For more, and other types, a few rows become floats, some columns at a
+// time, in the L1 cache, and all tokens of a batch pass over them.
 static void matmul_float(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
-  if (n == 1 && w.type == Type::F32) return matvec_float<LoadF32>(w, r0, r1, x[0], out[0]);
-  if (n == 1 && w.type == Type::F16) return matvec_float<LoadF16>(w, r0, r1, x[0], out[0]);
-  if (n == 1 && w.type == Type::BF16) return matvec_float<LoadBF16>(w, r0, r1, x[0], out[0]);
+  constexpr size_t kFew = 8;
+  if (n <= kFew && w.type == Type::F32) return matmul_few<LoadF32>(w, r0, r1, x, out, n);
+  if (n <= kFew && w.type == Type::F16) return matmul_few<LoadF16>(w, r0, r1, x, out, n);
+  if (n <= kFew && w.type == Type::BF16) return matmul_few<LoadBF16>(w, r0, r1, x, out, n);
   constexpr size_t kCols = 512, kBatch = 48, kStep = kFloatTokens;
   const TypeInfo& info = type_info(w.type);
   alignas(64) float panel[kFloatRows][kCols];

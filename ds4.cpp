@@ -7635,7 +7635,7 @@ struct MatmulTask {
 };
 
 enum ProfilePart { kPartEmbed, kPartHc, kPartAttnIn, kPartCompress, kPartIndex, kPartAttend, kPartAttnOut, kPartRouter, kPartExperts, kPartHead, kParts };
-constexpr const char* kPartNames[kParts] = {"embed", "hyper connections", "attention in", "compressor", "indexer", "attention", "attention out", "router", "experts", "head"};
+constexpr const char* kPartNames[kParts] = {"embed", "hyper connections", "attention in", "compressor", "indexer", "attention", "attention out", "router, shared", "experts", "head"};
 
 struct ByteRange {
   const uint8_t* data;
@@ -8187,8 +8187,10 @@ void LayerRunner::feed_forward(uint32_t il, const Span& span) {
   const uint32_t first = span.first, m = span.n - first, K = shape.n_used;
   {
     ProfileTimer timer(profile, kPartRouter);
-    const MatmulTask task{w.router, &ws.x, first, nullptr, ws.logits_router.row + first, m, true};
-    matmul(&task, 1);
+    const MatmulTask tasks[] = {{w.router, &ws.x, first, nullptr, ws.logits_router.row + first, m, true},      // too small for a job of its own
+                                {w.sh_gate, &ws.x, first, nullptr, ws.hidden_shared.row + first, m, false},
+                                {w.sh_up, &ws.x, first, nullptr, ws.up_shared.row + first, m, false}};
+    matmul(tasks, 3);
     for_each(m, [&](size_t i, int) { route(il, span, first + i); });
   }
   ProfileTimer timer(profile, kPartExperts);
@@ -8212,8 +8214,6 @@ void LayerRunner::feed_forward(uint32_t il, const Span& span) {
     return one;
   };
   size_t n = 0;
-  tasks_[n++] = {w.sh_gate, &ws.x, first, nullptr, ws.hidden_shared.row + first, m, false};
-  tasks_[n++] = {w.sh_up, &ws.x, first, nullptr, ws.up_shared.row + first, m, false};
   for (size_t e = 0; e < shape.n_expert; e++) {
     const uint32_t a = e ? end[e - 1] : 0, count = end[e] - a;
     if (!count) continue;
@@ -8221,14 +8221,15 @@ void LayerRunner::feed_forward(uint32_t il, const Span& span) {
     tasks_[n++] = {expert(w.experts.up, e, shape.ff), &ws.x, 0, ws.pair_token + a, ws.pair_up + a, count, false};
   }
   matmul(tasks_.data(), n);
-  for_each(m, [&](size_t i, int) {
-    const size_t t = first + i;
-    for (size_t p = t * K; p < (t + 1) * K; p++) {
+  for_each(size_t(m) * (K + 1), [&](size_t i, int) {
+    const size_t t = first + i / (K + 1), k = i % (K + 1), p = t * K + k;
+    if (k < K) {
       kernels.swiglu(ws.hidden.row[p], ws.up.row[p], shape.clamp[il], ws.expert_weight[p], shape.ff);
       quantize(ws.hidden, p);
+    } else {
+      kernels.swiglu(ws.hidden_shared.row[t], ws.up_shared.row[t], shape.clamp_shared[il], 1.0f, shape.ff_shared);
+      quantize(ws.hidden_shared, t);
     }
-    kernels.swiglu(ws.hidden_shared.row[t], ws.up_shared.row[t], shape.clamp_shared[il], 1.0f, shape.ff_shared);
-    quantize(ws.hidden_shared, t);
   });
   n = 0;
   tasks_[n++] = {w.sh_down, &ws.hidden_shared, first, nullptr, ws.down_shared.row + first, m, false};

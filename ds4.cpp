@@ -5268,7 +5268,8 @@ static void for_each_matrix(const Model& m, const F& f) {
   }
 }
 
-// Weight bytes read to decode one token: all dense matrices, n_used of n_expert experts, one row of token_embd.
+// Weight bytes that a decoded token multiplies with: all dense matrices, n_used of n_expert experts, one row of token_embd.
+// It reads less (--bench profile counts): tokens share the compressors' (kMaxWaiting), and short contexts need no indexer.
 [[maybe_unused]] static uint64_t bytes_per_token(const Model& m) {
   uint64_t n = m.token_embd.stride;
   for_each_matrix(m, [&](const Matrix& w, bool is_expert) {
@@ -7492,8 +7493,8 @@ class ReplyParser {
 // 13. CACHE — what attention remembers: raw window, compressed rows, compressor state.   uses: 1 9
 // =============================================================================
 // Per layer: a ring of the last raw rows, all compressed rows (one per `ratio` tokens), the indexer's rows (ratio 4),
-// and a ring of the newest compressor inputs. Nothing grows with context x heads. All rings are indexed by absolute
-// position, so a span of any length leaves the same state behind.
+// a ring of the newest compressor inputs, and the rows x they are still to be computed from. Nothing grows with context x
+// heads. All rings are indexed by absolute position, so a span of any length leaves the same state behind.
 
 namespace ds4 {
 
@@ -7512,11 +7513,18 @@ struct LayerCache {
   uint8_t* window;                 // [window_rows][kv_stride]: row of position p at p % window_rows
   uint8_t* rows;                   // [ctx / ratio][kv_stride]: compressed row c covers positions c*ratio ..
   uint8_t* index_rows;             // [ctx / 4][index_stride]
-  float *k, *z;                    // [state_rows][width]: compressor inputs of position p at p % state_rows
+  float *k, *z;                    // [state_rows][width]: compressor inputs of position p < waiting at p % state_rows
   float *index_k, *index_z;        // the indexer's, [state_rows][2 * idx_dim]
+  float* x;                        // [kMaxWaiting][n_embd]: what the inputs of positions from `waiting` on come from, p % kMaxWaiting
+  uint8_t* x_int8;                 // the same as matrices of quantised types read it
   uint32_t width;                  // m * head_dim, m = 2 for ratio 4
   uint32_t state_rows;
+  uint32_t waiting;                // the first position whose compressor inputs are not computed yet
 };
+
+// A compressor row is only needed when its block is full, so the inputs of up to so many tokens are computed together:
+// decoding reads the compressors' weights once for 4 tokens (ratio 4) or 8 instead of for each.
+constexpr uint32_t kMaxWaiting = 8;
 
 // Rewinding by up to this many tokens finds every ring intact.
 constexpr uint32_t kRewindRows = 56;
@@ -7544,12 +7552,13 @@ class Cache {
 
   uint32_t position() const { return position_; }
   void advance(uint32_t n) { position_ += n; newest_ = std::max(newest_, position_); }
-  void reset() { position_ = newest_ = 0; }
+  void reset() { rewind(0); }
   // Forgets the tokens from `position` on; false (and nothing changes) when the rings no longer hold what that needs.
   bool rewind(uint32_t position) {
     if (position > position_) return false;
     if (position != 0 && newest_ - position > kRewindRows) return false;
     position_ = position;
+    for (LayerCache& l : layers_) l.waiting = std::min(l.waiting, position);
     if (position == 0) newest_ = 0;
     return true;
   }
@@ -7566,6 +7575,8 @@ class Cache {
       l.rows = arena_.take<uint8_t>(uint64_t(ctx_ / l.ratio) * kv_stride_);
       l.k = arena_.take<float>(uint64_t(l.state_rows) * l.width);
       l.z = arena_.take<float>(uint64_t(l.state_rows) * l.width);
+      l.x = arena_.take<float>(uint64_t(kMaxWaiting) * s.n_embd + 16);          // vector loads may look past the end
+      l.x_int8 = arena_.take<uint8_t>(kMaxWaiting * act_bytes(s.n_embd));
       if (l.ratio != 4) continue;
       l.index_rows = arena_.take<uint8_t>(uint64_t(ctx_ / 4) * index_stride_);
       l.index_k = arena_.take<float>(uint64_t(l.state_rows) * 2 * s.idx_dim);
@@ -7661,6 +7672,7 @@ using TapSink = std::function<void(const std::string& name, const void* data, si
 // Everything a span needs besides weights and cache; sized once for `prefill_chunk` tokens.
 struct Workspace {
   ActRows streams, x, qr, o, low, hidden, hidden_shared;   // o: row g * chunk + t
+  ActRows comp_x;                  // pointers only: rows of a LayerCache's x, then of x
   Rows mix, q, kv, k, z, index_k, index_z, iq, iw, attn, up, up_shared, down, down_shared, logits_router;
   float** low_group = nullptr;     // [n_group][chunk]: where group g of token t goes
   float *post = nullptr, *comb = nullptr, *rope_cs = nullptr;  // rope_cs [2][chunk][n_rot]: plain, compressed
@@ -7709,7 +7721,8 @@ class LayerRunner {
   void hc_pre(const HyperConn& hc, const std::vector<float>& norm, uint32_t first, const Span& span);
   void hc_post(const Span& span);
   void attention(uint32_t il, const Span& span);
-  void compress_blocks(uint32_t il, const Span& span);
+  size_t take_waiting(LayerCache& c, const Span& span);
+  void compress_blocks(uint32_t il, uint32_t pos, uint32_t n);
   bool index_needed(const LayerCache& c, const Span& span) const;
   void select_rows(uint32_t il, const Span& span);
   void attend(uint32_t il, const Span& span, size_t t, uint32_t group, int thread);
@@ -7773,10 +7786,12 @@ void LayerRunner::lay_out() {
   ws.mix.take(arena_, T, s.n_hc * (s.n_hc + 2));
   ws.q.take(arena_, T, s.n_head * s.head_dim);
   ws.kv.take(arena_, T, s.head_dim);
-  ws.k.take(arena_, T, wide);
-  ws.z.take(arena_, T, wide);
-  ws.index_k.take(arena_, T, 2 * s.idx_dim);
-  ws.index_z.take(arena_, T, 2 * s.idx_dim);
+  ws.comp_x.row = arena_.take<float*>(T + kMaxWaiting);
+  ws.comp_x.q = arena_.take<const void*>(T + kMaxWaiting);
+  ws.k.take(arena_, T + kMaxWaiting, wide);
+  ws.z.take(arena_, T + kMaxWaiting, wide);
+  ws.index_k.take(arena_, T + kMaxWaiting, 2 * s.idx_dim);
+  ws.index_z.take(arena_, T + kMaxWaiting, 2 * s.idx_dim);
   ws.iq.take(arena_, T, s.idx_heads * s.idx_dim);
   ws.iw.take(arena_, T, uint32_t(align_up(s.idx_heads, 16)));
   ws.attn.take(arena_, T, s.n_embd);
@@ -7952,21 +7967,22 @@ void LayerRunner::attention(uint32_t il, const Span& span) {
   const LayerWeights& w = model.layers[il];
   LayerCache& c = cache.layer(il);
   const uint32_t first = span.first, n = span.n, m = n - first;
+  const uint32_t n_comp = c.ratio ? take_waiting(c, span) : 0;
   {
     ProfileTimer timer(profile, kPartAttnIn);
     MatmulTask tasks[8];
     size_t k = 0;
     tasks[k++] = {w.kv, &ws.x, 0, nullptr, ws.kv.row, n, false};
-    if (c.ratio) {
-      tasks[k++] = {w.comp.kv, &ws.x, 0, nullptr, ws.k.row, n, false};
-      tasks[k++] = {w.comp.gate, &ws.x, 0, nullptr, ws.z.row, n, false};
+    if (n_comp) {
+      tasks[k++] = {w.comp.kv, &ws.comp_x, 0, nullptr, ws.k.row, n_comp, false};
+      tasks[k++] = {w.comp.gate, &ws.comp_x, 0, nullptr, ws.z.row, n_comp, false};
     }
-    if (c.ratio == 4) {
-      tasks[k++] = {w.idx_comp.kv, &ws.x, 0, nullptr, ws.index_k.row, n, false};
-      tasks[k++] = {w.idx_comp.gate, &ws.x, 0, nullptr, ws.index_z.row, n, false};
+    if (n_comp && c.ratio == 4) {
+      tasks[k++] = {w.idx_comp.kv, &ws.comp_x, 0, nullptr, ws.index_k.row, n_comp, false};
+      tasks[k++] = {w.idx_comp.gate, &ws.comp_x, 0, nullptr, ws.index_z.row, n_comp, false};
     }
     if (m) tasks[k++] = {w.q_a, &ws.x, first, nullptr, ws.qr.row + first, m, false};
-    if (m && c.ratio == 4) tasks[k++] = {w.idx_proj, &ws.x, first, nullptr, ws.iw.row + first, m, false};
+    if (m && index_needed(c, span)) tasks[k++] = {w.idx_proj, &ws.x, first, nullptr, ws.iw.row + first, m, false};
     matmul(tasks, k);
     for_each(n, [&](size_t t, int) {
       float* kv = ws.kv.row[t];
@@ -7979,9 +7995,9 @@ void LayerRunner::attention(uint32_t il, const Span& span) {
     });
   }
   if (taps) tap_window(il, span);
-  if (c.ratio) {
+  if (n_comp) {
     ProfileTimer timer(profile, kPartCompress);
-    compress_blocks(il, span);
+    compress_blocks(il, span.pos + n - n_comp, n_comp);
   }
   if (m == 0) return;
   {
@@ -8012,34 +8028,55 @@ void LayerRunner::attention(uint32_t il, const Span& span) {
   matmul(&out, 1);
 }
 
-// The compressor inputs of position p: in the span's own rows, or in the ring for what came before.
-static const float* state_row(const Rows& rows, const float* ring, uint32_t width, const LayerCache& c, const Span& span, uint64_t p) {
-  return p >= span.pos ? rows.row[p - span.pos] : ring + size_t(p % c.state_rows) * width;
+// The rows x of the tokens that wait for their compressor inputs, the span's included: into ws.comp_x, and how many there are,
+// when one of them ends a block or too many would wait; else 0, and they wait in the cache.
+size_t LayerRunner::take_waiting(LayerCache& c, const Span& span) {
+  const uint32_t end = span.pos + span.n, n = end - c.waiting;
+  const size_t stride = act_bytes(shape.n_embd);
+  if (end / c.ratio == c.waiting / c.ratio && n < kMaxWaiting) {
+    for (uint32_t t = 0; t < span.n; t++) {
+      const size_t slot = (span.pos + t) % kMaxWaiting;
+      std::memcpy(c.x + slot * shape.n_embd, ws.x.row[t], shape.n_embd * sizeof(float));
+      std::memcpy(c.x_int8 + slot * stride, ws.x.q[t], stride);
+    }
+    return 0;
+  }
+  for (uint32_t i = 0; i < n; i++) {
+    const uint32_t p = c.waiting + i, slot = p % kMaxWaiting;
+    ws.comp_x.row[i] = p < span.pos ? c.x + size_t(slot) * shape.n_embd : ws.x.row[p - span.pos];
+    ws.comp_x.q[i] = p < span.pos ? c.x_int8 + slot * stride : ws.x.q[p - span.pos];
+  }
+  c.waiting = end;
+  return n;
 }
 
-// Makes the compressed rows whose last token lies in the span, then leaves the newest inputs in the rings.
+// With the compressor inputs of n tokens from pos on in ws.k, ws.z and so on, makes the compressed rows whose last token is
+// one of them, then leaves the newest inputs in the rings.
 // Ratio 4 pools eight slots: the first half of the outputs of the four tokens before the block and the second half of
 // those of its own four (block 0 has only its own); any other ratio pools the tokens of the block.
-void LayerRunner::compress_blocks(uint32_t il, const Span& span) {
+void LayerRunner::compress_blocks(uint32_t il, uint32_t pos, uint32_t n) {
   const LayerWeights& w = model.layers[il];
   LayerCache& c = cache.layer(il);
   const uint32_t r = c.ratio, D = shape.head_dim, ID = shape.idx_dim;
-  for_each(span.n, [&](size_t t, int) {          // scores get their position bias before they are kept
-    const size_t slot = (span.pos + t) % r;
+  for_each(n, [&](size_t t, int) {               // scores get their position bias before they are kept
+    const size_t slot = (pos + t) % r;
     kernels.add_to(ws.z.row[t], w.comp.ape.data() + slot * c.width, c.width);
     if (r == 4) kernels.add_to(ws.index_z.row[t], w.idx_comp.ape.data() + slot * 2 * ID, 2 * ID);
   });
-  const uint64_t block0 = span.pos / r, block1 = (uint64_t(span.pos) + span.n) / r;
+  const uint64_t block0 = pos / r, block1 = (uint64_t(pos) + n) / r;
+  auto state_row = [&](const Rows& rows, const float* ring, uint32_t width, uint64_t p) {
+    return p >= pos ? rows.row[p - pos] : ring + size_t(p % c.state_rows) * width;
+  };
   auto pool_block = [&](uint64_t block, const Compressor& comp, const Rows& k, const Rows& z, const float* ring_k, const float* ring_z, uint32_t width, uint32_t dim,
                         float* out) {
     const float *ks[kMaxRatio], *zs[kMaxRatio];
-    size_t n = 0;
-    for (uint64_t p = block * r - (r == 4 && block ? 4 : 0); p < (block + 1) * r; p++, n++) {
+    size_t slots = 0;
+    for (uint64_t p = block * r - (r == 4 && block ? 4 : 0); p < (block + 1) * r; p++, slots++) {
       const uint32_t half = r == 4 && p >= block * r ? dim : 0;
-      ks[n] = state_row(k, ring_k, width, c, span, p) + half;
-      zs[n] = state_row(z, ring_z, width, c, span, p) + half;
+      ks[slots] = state_row(k, ring_k, width, p) + half;
+      zs[slots] = state_row(z, ring_z, width, p) + half;
     }
-    kernels.compress(ks, zs, n, out, dim);
+    kernels.compress(ks, zs, slots, out, dim);
     kernels.rms_norm(out, comp.norm.data(), shape.rms_eps, out, dim);
     float cs[kMaxRot];
     angles(r, block * r, cs);
@@ -8058,8 +8095,8 @@ void LayerRunner::compress_blocks(uint32_t il, const Span& span) {
     }
   });
   auto keep = [&](const Rows& rows, float* ring, uint32_t width) {
-    for (uint32_t t = span.n - std::min(span.n, c.state_rows); t < span.n; t++)
-      std::memcpy(ring + size_t((span.pos + t) % c.state_rows) * width, rows.row[t], width * sizeof(float));
+    for (uint32_t t = n - std::min(n, c.state_rows); t < n; t++)
+      std::memcpy(ring + size_t((pos + t) % c.state_rows) * width, rows.row[t], width * sizeof(float));
   };
   keep(ws.k, c.k, c.width);
   keep(ws.z, c.z, c.width);
@@ -11577,10 +11614,10 @@ static void bench_model(Runtime& rt) {
   }
   engine.reset();
   for (const uint32_t context : {0u, 512u, 2048u, 8192u, 16384u, 32768u, 65536u}) {
-    constexpr uint32_t kLeast = 8, kMost = 64;
-    if (context + kMost > engine.ctx()) break;
+    constexpr uint32_t kRun = kMaxWaiting, kMost = 8;          // tokens differ in what they read, runs of so many do not
+    if (context + kMost * kRun > engine.ctx()) break;
     if (context > engine.position()) engine.eval(tokens.data() + engine.position(), context - engine.position());
-    const double t = median_seconds([&] { engine.eval(tokens.data() + engine.position(), 1); }, 2, kLeast, kMost);
+    const double t = median_seconds([&] { for (uint32_t i = 0; i < kRun; i++) engine.eval(tokens.data() + engine.position(), 1); }, 2, 3, kMost) / kRun;
     table.add({"decode", context, fixed(1 / t, 2), fixed(gb / t), fixed(1e3 * t)});
   }
   table.print(rt.options().json, rt.facts().set("hash", hash_text(hash)));

@@ -241,6 +241,24 @@ TEST_P(Forward, RewindingLeavesNoTrace) {
   EXPECT_EQ(std::memcmp(engine.logits(), want.data() + 9 * V, V * sizeof(float)), 0) << c.name;
 }
 
+// Compressor inputs wait for others; a wrong continuation, of any length, must not leave its own among them.
+TEST_P(Forward, RewindingOverWaitingInputsLeavesNoTrace) {
+  const std::vector<float> want = forward_logits(model, options(false, false), tokens);
+  const size_t V = model.shape.n_vocab;
+  Engine engine(model, options(false, false));
+  size_t n = 118;                                    // blocks of 128 end in what follows
+  engine.eval(tokens.data(), n);
+  for (size_t wrong = 1; wrong <= 2 * kMaxWaiting; wrong++) {
+    for (size_t i = 0; i < wrong; i++) engine.eval(&tokens[(n + 3 * i + 11) % tokens.size()], 1);
+    ASSERT_TRUE(engine.rewind(uint32_t(n)));
+    for (const size_t step : {1, 1, 3, 1}) {
+      engine.eval(tokens.data() + n, step);
+      n += step;
+      ASSERT_EQ(std::memcmp(engine.logits(), want.data() + (n - 1) * V, V * sizeof(float)), 0) << c.name << " position " << n - 1 << " after " << wrong;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Models, Forward, testing::Range<size_t>(0, forward_index().models.size()),
                          [](const testing::TestParamInfo<size_t>& i) {
                            std::string s = forward_index().models[i.param].name;

@@ -1547,18 +1547,30 @@ template <class B> DS4_INLINE f32x16 m_lanes(const B* b, size_t n) { return halv
 // Scales and minimums of the 16 blocks of two 256-blocks a and b (twice the same where there is one), as far as the type has them.
 struct LaneScales { f32x16 d, e0, e1, m0, m1; };
 #if DS4_PASS == 3
-// Through memory: converting a register costs a shuffle more, and the shuffle port is what these kernels are short of.
-DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) {
-  uint64_t two = uint64_t(lo) | uint64_t(hi) << 16;
-  asm("" : "+m"(two));
-  const __m512 v = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&two))));
-  return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), v)};
+// These kernels are short of the ports that shuffle and convert. Halves converted from memory need no shuffle, a table makes
+// floats of nibbles in one instruction instead of two.
+DS4_INLINE __m512 four_halves(uint64_t h) {
+  __m128 v;
+  asm("vcvtph2ps %1, %0" : "=v"(v) : "m"(h));
+  return _mm512_castps128_ps512(v);
 }
+// Element lo of v in lanes 0 to 7, hi in the others.
+template <int lo, int hi>
+DS4_INLINE f32x16 lane_pair(__m512 v) { return {_mm512_permutexvar_ps(_mm512_setr_epi32(lo, lo, lo, lo, lo, lo, lo, lo, hi, hi, hi, hi, hi, hi, hi, hi), v)}; }
+DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { return lane_pair<0, 1>(four_halves(uint64_t(lo) | uint64_t(hi) << 16)); }
+template <class B>
+DS4_INLINE void dm_pairs(const B* a, const B* b, f32x16* d, f32x16* m) {
+  static_assert(offsetof(B, m) == offsetof(B, d) + 2, "read as one word");
+  const __m512 v = four_halves(load_le<uint32_t>(&a->d) | uint64_t(load_le<uint32_t>(&b->d)) << 32);
+  *d = lane_pair<0, 2>(v), *m = lane_pair<1, 3>(v);
+}
+DS4_INLINE f32x16 nibble_f32(i32x16 v) { return {_mm512_permutexvar_ps(v.v, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))}; }   // of v & 15
 #else
 DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { return pair(f16_value(lo), f16_value(hi)); }
+template <class B> DS4_INLINE void dm_pairs(const B* a, const B* b, f32x16* d, f32x16* m) { *d = half_pair(a->d, b->d), *m = half_pair(a->m, b->m); }
+DS4_INLINE f32x16 nibble_f32(i32x16 v) { return to_f32(and_bits(v, 15)); }
 #endif
 template <class B> DS4_INLINE f32x16 d_pair(const B* a, const B* b) { return half_pair(a->d, b->d); }
-template <class B> DS4_INLINE f32x16 m_pair(const B* a, const B* b) { return half_pair(a->m, b->m); }
 
 // The 8 nibbles, 8 two-bit fields of x as bytes, lowest first.
 DS4_INLINE uint64_t spread4(uint64_t x) {
@@ -1661,11 +1673,12 @@ static void unpack_q2_k(const uint8_t* p, size_t n, Group& g) {
       store8(q + 64, mul_lanes(fields<4, 6>(b[i].q + 32 * h, 3), b[i].s + 8 * h + 4));
     }
   }
-  const f32x16 m = m_pair(b, b + n - 1);
+  f32x16 d, m;
+  dm_pairs(b, b + n - 1, &d, &m);
   const i32x16 s = load_i16(b[0].s, b[n - 1].s);
-  store(g.d, d_pair(b, b + n - 1));
-  store(g.e0, mul(m, to_f32(and_bits(shr<4>(s), 15))));
-  store(g.e1, mul(m, to_f32(and_bits(shr<12>(s), 15))));
+  store(g.d, d);
+  store(g.e0, mul(m, nibble_f32(shr<4>(s))));
+  store(g.e1, mul(m, nibble_f32(shr<12>(s))));
 }
 // Sixteen scales of six bits, minus 32.
 DS4_INLINE void q3_scales(const uint8_t* s, uint8_t* out) {
@@ -1702,8 +1715,10 @@ static void unpack_q4_k(const uint8_t* p, size_t n, Group& g) {
     for (size_t j = 0; j < 4; j++) store8(g.q + 256 * i + 64 * j, fields<0, 4>(b[i].q + 32 * j, 15));
     q4_scales(b[i].s, g.s + 8 * i);
   }
-  store(g.d, mul(d_pair(b, b + n - 1), to_f32(load_u8(g.s, g.s + 8))));
-  store(g.e0, mul(m_pair(b, b + n - 1), to_f32(load_u8(g.s + 16, g.s + 24))));
+  f32x16 d, m;
+  dm_pairs(b, b + n - 1, &d, &m);
+  store(g.d, mul(d, to_f32(load_u8(g.s, g.s + 8))));
+  store(g.e0, mul(m, to_f32(load_u8(g.s + 16, g.s + 24))));
 }
 static void unpack_q5_k(const uint8_t* p, size_t n, Group& g) {
   const BlockQ5_K* b = reinterpret_cast<const BlockQ5_K*>(p);
@@ -1715,8 +1730,10 @@ static void unpack_q5_k(const uint8_t* p, size_t n, Group& g) {
     store8(q + 192, add8(fields<0, 4>(b[i].q + 96, 15), shl8<4>(fields<6, 7>(b[i].h, 1))));
     q4_scales(b[i].s, g.s + 8 * i);
   }
-  store(g.d, mul(d_pair(b, b + n - 1), to_f32(load_u8(g.s, g.s + 8))));
-  store(g.e0, mul(m_pair(b, b + n - 1), to_f32(load_u8(g.s + 16, g.s + 24))));
+  f32x16 d, m;
+  dm_pairs(b, b + n - 1, &d, &m);
+  store(g.d, mul(d, to_f32(load_u8(g.s, g.s + 8))));
+  store(g.e0, mul(m, to_f32(load_u8(g.s + 16, g.s + 24))));
 }
 static void unpack_q6_k(const uint8_t* p, size_t n, Group& g) {
   const BlockQ6_K* b = reinterpret_cast<const BlockQ6_K*>(p);
@@ -1785,7 +1802,15 @@ DS4_INLINE i32x16 sign_bytes(i32x16 v) {
   const i32x16 s = or_(or_(and_bits(v, 0x7f), and_bits(shl<1>(v), 0x7f00)), or_(and_bits(shl<2>(v), 0x7f0000), and_bits(shl<3>(v), 0x7f000000)));
   return with_parity(s);
 }
-DS4_INLINE f32x16 top_scale(i32x16 v) { return to_f32(or_(shr<27>(v), set1_i32(1))); }
+// unit * (2s + 1), s = the top four bits.
+#if DS4_PASS == 3
+DS4_INLINE f32x16 top_scale(i32x16 v, float unit) {
+  const f32x16 odd = {_mm512_setr_ps(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
+  return {_mm512_permutexvar_ps(shr<28>(v).v, mul(odd, set1(unit)).v)};
+}
+#else
+DS4_INLINE f32x16 top_scale(i32x16 v, float unit) { return mul(to_f32(or_(shr<27>(v), set1_i32(1))), set1(unit)); }
+#endif
 // Bytes of two scales of k bits, the lower for the first 16 values: both as 2s + 1.
 template <int k> DS4_INLINE void odd_scales(i32x16 v, LaneScales& g) {
   constexpr uint32_t mask = (2u << k) - 2;
@@ -1817,7 +1842,7 @@ DS4_INLINE i8x64 as_bytes(i32x16 a) {
 DS4_INLINE void read_grid(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, GridGroup& g) {
   const i32x16 v = odd_words(a->g, b->g);
   g.signs = sign_bytes(v);
-  g.scales.d = mul(mul(d_pair(a, b), set1(0.125f)), top_scale(v));
+  g.scales.d = mul(d_pair(a, b), top_scale(v, 0.125f));
 }
 DS4_INLINE void read_grid(const BlockIQ2_XS* a, const BlockIQ2_XS* b, GridGroup& g) {
   alignas(64) uint8_t signs[64];
@@ -1839,7 +1864,7 @@ DS4_INLINE void read_grid(const BlockIQ2_S* a, const BlockIQ2_S* b, GridGroup& g
 DS4_INLINE void read_grid(const BlockIQ3_XXS* a, const BlockIQ3_XXS* b, GridGroup& g) {
   const i32x16 v = load_i32(a->a, b->a);
   g.signs = sign_bytes(v);
-  g.scales.d = mul(mul(d_pair(a, b), set1(0.25f)), top_scale(v));
+  g.scales.d = mul(d_pair(a, b), top_scale(v, 0.25f));
 }
 DS4_INLINE void read_grid(const BlockIQ3_S* a, const BlockIQ3_S* b, GridGroup& g) {
   join_bytes(load8(a->q), add_where(set1_8(0), load_le<uint64_t>(a->h), 1), g.index);
@@ -2207,19 +2232,21 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
 DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& g) {
   const i32x16 s = load_i16(a->s, b->s);
-  const f32x16 m = m_pair(a, b);
-  g.d = d_pair(a, b);
-  g.e0 = to_f32(and_bits(s, 15));
-  g.e1 = to_f32(and_bits(shr<8>(s), 15));
-  g.m0 = mul(m, to_f32(and_bits(shr<4>(s), 15)));
-  g.m1 = mul(m, to_f32(and_bits(shr<12>(s), 15)));
+  f32x16 m;
+  dm_pairs(a, b, &g.d, &m);
+  g.e0 = nibble_f32(s);
+  g.e1 = nibble_f32(shr<8>(s));
+  g.m0 = mul(m, nibble_f32(shr<4>(s)));
+  g.m1 = mul(m, nibble_f32(shr<12>(s)));
 }
 DS4_INLINE void load_scales(const BlockQ4_K* a, const BlockQ4_K* b, LaneScales& g) {
   uint8_t s[32];
   q4_scales(a->s, s);
   q4_scales(b->s, s + 8);
-  g.d = mul(d_pair(a, b), to_f32(load_u8(s, s + 8)));
-  g.e0 = mul(m_pair(a, b), to_f32(load_u8(s + 16, s + 24)));
+  f32x16 d, m;
+  dm_pairs(a, b, &d, &m);
+  g.d = mul(d, to_f32(load_u8(s, s + 8)));
+  g.e0 = mul(m, to_f32(load_u8(s + 16, s + 24)));
 }
 // acc + what the sums over values 0-15 and 16-31 of the 16 blocks from b on are worth.
 template <class Block>
@@ -2379,7 +2406,7 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow&
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }
 #elif DS4_PASS == 3
-// Weights with `offset` 64 for IQ2_XXS; of Q2_K and Q4_K times 2^field_shifts.
+// Weights plus kBias of IQ2_XXS; times 2^field_shifts of Q2_K and Q4_K.
 template <class Block>
 struct LaneGroup {
   __m512i w[8];
@@ -2393,7 +2420,7 @@ struct LaneTables {
   uint8_t index[64];                           // where unpacking wants the entry numbers: bytes of the sixteen groups
   uint8_t code[2][64];                         // bit positions of the nibbles of an even and an odd entry
   uint8_t spread[64], sign[4][64];             // of the 7-bit sign fields; of the signs of entry i, in bits 4 and 5
-  uint8_t value[2][64];                        // index -> 64 +- value k, 64 +- value 4 + k
+  uint8_t value[2][64];                        // index -> kBias +- value k, kBias +- value 4 + k
 };
 constexpr LaneTables make_lane_tables() {
   LaneTables t{};
@@ -2413,7 +2440,7 @@ constexpr LaneTables make_lane_tables() {
     for (int i = 0; i < 4; i++) t.sign[i][b] = uint8_t((32 * h + 8 * i + 2 * k - 4) & 63);
     for (int half = 0; half < 2; half++) {
       const int v = kValues[b >> 2 * half & 3];
-      t.value[half][b] = uint8_t(64 + (b & 16 << half ? -v : v));
+      t.value[half][b] = uint8_t(kBias + (b & 16 << half ? -v : v));
     }
   }
   return t;
@@ -2438,11 +2465,12 @@ DS4_INLINE Iq2Lanes iq2_xxs_codes(__m512i ga, __m512i gb) {
   const __m512i aux = odd_words(ga, gb).v;
   const __m512i seven = _mm512_multishift_epi64_epi8(load512(t.spread), aux);
   const __m512i signs = _mm512_gf2p8affine_epi64_epi8(seven, _mm512_set1_epi64(0x011002200440087f), 0);    // the eighth is the parity of the others
-  return {{_mm512_unpacklo_epi8(code[0], code[1]), _mm512_unpackhi_epi8(code[0], code[1])}, signs, top_scale({aux})};
+  return {{_mm512_unpacklo_epi8(code[0], code[1]), _mm512_unpackhi_epi8(code[0], code[1])}, signs, top_scale({aux}, 0.125f)};
 }
-// w[t] = values 4t .. 4t + 3 of all groups by the tables `even` (t even) and `odd`.
-DS4_INLINE void iq2_xxs_values(const Iq2Lanes& g, __m512i even, __m512i odd, __m512i* w) {
+// w[t] = values 4t .. 4t + 3 of all groups, plus kBias.
+DS4_INLINE void iq2_xxs_values(const Iq2Lanes& g, __m512i* w) {
   const LaneTables& t = kLaneTables;
+  const __m512i even = load512(t.value[0]), odd = load512(t.value[1]);
   DS4_UNROLL
   for (int i = 0; i < 4; i++) {
     const __m512i c = _mm512_multishift_epi64_epi8(load512(t.code[i % 2]), g.code[i / 2]), n = _mm512_multishift_epi64_epi8(load512(t.sign[i]), g.signs);
@@ -2454,8 +2482,8 @@ DS4_INLINE void iq2_xxs_values(const Iq2Lanes& g, __m512i even, __m512i odd, __m
 
 DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup<BlockIQ2_XXS>& g) {
   const Iq2Lanes lanes = iq2_xxs_codes(load512(a->g), load512(b->g));
-  iq2_xxs_values(lanes, load512(kLaneTables.value[0]), load512(kLaneTables.value[1]), g.w);
-  g.scales.d = mul(mul(d_pair(a, b), set1(0.125f)), lanes.scale);
+  iq2_xxs_values(lanes, g.w);
+  g.scales.d = mul(d_pair(a, b), lanes.scale);
 }
 
 // At which bit of its bytes each lane's fields begin, Q2_K or Q4_K. They stay there: a sum comes out 2^shift times too large,
@@ -2496,7 +2524,7 @@ template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
   const int8_t* q = x.qt + 32 * b;
   __m512i lo = _mm512_setzero_si512(), hi = lo;
-  if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) lo = _mm512_srai_epi32(load512(x.c + b), 1);          // -64 * sum
+  if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) lo = load512(x.c + b);                                // -kBias * sum
   if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = _mm512_srai_epi32(load512(x.c + b), 7);            // -sum
   DS4_UNROLL
   for (int t = 0; t < 4; t++) lo = _mm512_dpbusd_epi32(lo, g.w[t], load512(q + 64 * t));
@@ -2645,14 +2673,13 @@ DS4_INLINE void load_panel(const BlockIQ2_XXS* const* rows, PanelBlock* panel) {
   transpose8(in, ga);
   for (int k = 0; k < 8; k++) in[k] = load512(rows[8 + k]->g);
   transpose8(in, gb);
-  const f32x16 eighth = mul(load_f16(d), set1(0.125f));
-  const __m512i bias = _mm512_set1_epi8(kBias - 64), even = _mm512_add_epi8(load512(kLaneTables.value[0]), bias), odd = _mm512_add_epi8(load512(kLaneTables.value[1]), bias);
+  const f32x16 scale = load_f16(d);
   for (int b = 0; b < 8; b++) {
     const Iq2Lanes lanes = iq2_xxs_codes(ga[b], gb[b]);
-    iq2_xxs_values(lanes, even, odd, w);
+    iq2_xxs_values(lanes, w);
     DS4_UNROLL
     for (int k = 0; k < 8; k++) _mm512_store_si512(panel[b].w[k], w[k]);
-    store(panel[b].d, mul(eighth, lanes.scale));
+    store(panel[b].d, mul(scale, lanes.scale));
   }
 }
 

@@ -18,7 +18,7 @@
 //   10  VOCAB       FNV-1a open-addressing table of tokens, merges                             2 8
 //   11  TOKENIZER   Unicode classes, splitters, byte-pair merging, added tokens                10
 //   12  CHAT        JSON, prompt template, tool calls (DSML), UTF-8 out                        11
-//   13  CACHE       raw window, compressed rows, compressor state                              9
+//   13  CACHE       raw window, compressed rows, compressor state                              3 9
 //   14  LAYER       hyper-connections, attention, indexer, router, experts                     6 7 9 13
 //   15  FORWARD     embed, layers, head: tokens in, logits out                                 14
 //   16  SAMPLER     penalties, temperature, top-k, top-p, min-p, draw                          2 6
@@ -2450,7 +2450,7 @@ alignas(64) constexpr LaneTables kLaneTables = make_lane_tables();
 // Sixteen groups of 32, each eight bytes (four grid indices, a word of signs and scale), eight in ga and eight in gb.
 struct Iq2Lanes {
   __m512i code[2], signs;                      // of entries 0-1 and 2-3; byte i: bits 2k and 2k + 1 are the signs of values k and 4 + k of entry i
-  f32x16 scale;                                // 2 * scale + 1
+  f32x16 scale;                                // (2 * scale + 1) / 8
 };
 DS4_INLINE Iq2Lanes iq2_xxs_codes(__m512i ga, __m512i gb) {
   const LaneTables& t = kLaneTables;
@@ -2898,7 +2898,8 @@ struct LoadBF16 {
   static DS4_INLINE f32x16 at(const uint16_t* p) { return load_bf16(p); }
 };
 
-// out[t][r] = row r of w . x[t] for the kN * n rows from r0 on and kTokens tokens, kN places of n rows at once, straight from the file.
+// out[t][r] = row r of w . x[t] for kN * n rows from r0 on and kTokens tokens, straight from the file: kN places of n rows
+// each, read at once.
 template <class L, int kN, int kTokens>
 DS4_INLINE void dot_places(const Matrix& w, size_t r0, size_t n, const float* const* x, float* const* out) {
   using Elem = typename L::Elem;
@@ -2910,7 +2911,8 @@ DS4_INLINE void dot_places(const Matrix& w, size_t r0, size_t n, const float* co
     DS4_UNROLL
     for (int i = 0; i < kN; i++) {
       row[i] = reinterpret_cast<const Elem*>(w.data + (r0 + r) * w.stride + size_t(i) * gap);
-      for (f32x16& a : acc[i]) a = zero();
+      DS4_UNROLL
+      for (int t = 0; t < kTokens; t++) acc[i][t] = zero();
     }
     size_t k = 0;
     for (; k + 16 <= cols; k += 16) {
@@ -2924,18 +2926,23 @@ DS4_INLINE void dot_places(const Matrix& w, size_t r0, size_t n, const float* co
         for (int t = 0; t < kTokens; t++) acc[i][t] = fma(m, v[t], acc[i][t]);
       }
     }
+    if (k < cols) {
+      DS4_UNROLL
+      for (int i = 0; i < kN; i++) {
+        Elem tail[16] = {};
+        std::memcpy(tail, row[i] + k, (cols - k) * sizeof(Elem));
+        DS4_UNROLL
+        for (int t = 0; t < kTokens; t++) acc[i][t] = fma(L::at(tail), load_partial(x[t] + k, cols - k), acc[i][t]);
+      }
+    }
     DS4_UNROLL
     for (int i = 0; i < kN; i++) {
-      Elem tail[16] = {};
-      std::memcpy(tail, row[i] + k, (cols - k) * sizeof(Elem));
-      for (int t = 0; t < kTokens; t++) {
-        if (k < cols) acc[i][t] = fma(L::at(tail), load_partial(x[t] + k, cols - k), acc[i][t]);
-        out[t][r0 + r + size_t(i) * n] = reduce_add(acc[i][t]);
-      }
+      DS4_UNROLL
+      for (int t = 0; t < kTokens; t++) out[t][r0 + r + size_t(i) * n] = reduce_add(acc[i][t]);
     }
   }
 }
-// One token, or four at a time (the last one repeated) with as many places as there are registers for.
+// Rows r0 to r1, with as many places as there are registers for.
 template <class L, int kTokens>
 DS4_INLINE void matmul_places(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out) {
   constexpr int kN = kTokens == 1 || DS4_PASS == 3 ? kPlaces : 1;
@@ -2943,10 +2950,11 @@ DS4_INLINE void matmul_places(const Matrix& w, size_t r0, size_t r1, const float
   if (n > 0) dot_places<L, kN, kTokens>(w, r0, n, x, out);
   if (rest < r1) dot_places<L, 1, kTokens>(w, rest, r1 - rest, x, out);
 }
+// Four tokens at a time; where two or three are left, the last one fills up.
 template <class L>
 static void matmul_few(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
-  if (n == 1) return matmul_places<L, 1>(w, r0, r1, x, out);
   for (size_t t0 = 0; t0 < n; t0 += 4) {
+    if (n - t0 == 1) return matmul_places<L, 1>(w, r0, r1, x + t0, out + t0);
     const float* xs[4];
     float* outs[4];
     for (size_t i = 0; i < 4; i++) xs[i] = x[std::min(t0 + i, n - 1)], outs[i] = out[std::min(t0 + i, n - 1)];
@@ -2989,7 +2997,7 @@ DS4_INLINE void dot_tile(const float* const* w, const float* const* x, size_t k0
 // Few tokens read float weights straight from the file. For more, and other types, a few rows become floats, some columns at a
 // time, in the L1 cache, and all tokens of a batch pass over them.
 static void matmul_float(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
-  constexpr size_t kFew = 8;
+  constexpr size_t kFew = 8;                   // measured up to this
   if (n <= kFew && w.type == Type::F32) return matmul_few<LoadF32>(w, r0, r1, x, out, n);
   if (n <= kFew && w.type == Type::F16) return matmul_few<LoadF16>(w, r0, r1, x, out, n);
   if (n <= kFew && w.type == Type::BF16) return matmul_few<LoadBF16>(w, r0, r1, x, out, n);
@@ -4121,14 +4129,15 @@ class MappedFile {
     if (fd_ >= 0) close(fd_);
   }
 
-  // Reads every page. What another program wrote or read before lies in memory in pages of 4 kB, as may what the system took
-  // apart; where they can be of 2 MB it is dropped and read again into those, until that helps no more.
+  // Reads every page. What another program wrote or read before can lie in memory in pages of 4 kB, and the system may have
+  // split pages of 2 MB. Where files can have those, a piece with small pages is dropped and read again, unless that does not
+  // help. The pages are then in memory but not mapped: each costs a fault at its first use.
   void warm() {
-    constexpr size_t kPiece = size_t(64) << 20;
+    constexpr size_t kPiece = 32 * kLargePage;
     const auto unmap_pages = [&](size_t at, size_t n) { madvise(const_cast<uint8_t*>(data_) + at, n, MADV_DONTNEED); };
     bool renew = large_pages_;
     if (renew) fdatasync(fd_);                   // pages that are not on disk yet are not dropped
-    if (renew) unmap_pages(0, size_);            // so that only one piece at a time counts
+    if (renew) unmap_pages(0, size_);            // large_page_bytes() then sees one piece at a time, and is fast
     for (size_t at = 0; at < size_; at += kPiece) {
       const size_t n = std::min(size_ - at, kPiece);
       touch(at, n);
@@ -4138,7 +4147,7 @@ class MappedFile {
       if (large >= n / kLargePage * kLargePage) continue;
       posix_fadvise(fd_, off_t(at), off_t(n), POSIX_FADV_DONTNEED);
       touch(at, n);
-      renew = large_page_bytes() > large;        // not on every system, not for every file
+      renew = large_page_bytes() > large || large >= n / 2;    // not on every system or file; a single page may be in use elsewhere
       unmap_pages(at, n);
     }
     if (fd_ >= 0) close(std::exchange(fd_, -1));
@@ -5295,8 +5304,9 @@ static void for_each_matrix(const Model& m, const F& f) {
   }
 }
 
-// Weight bytes that a decoded token multiplies with: all dense matrices, n_used of n_expert experts, one row of token_embd.
-// It reads less (--bench profile counts): tokens share the compressors' (kMaxWaiting), and short contexts need no indexer.
+// Bytes of the weights that a decoded token is multiplied with: all dense matrices, n_used of n_expert experts, one row of
+// token_embd. Fewer are read (--bench profile counts them): several tokens share one reading of the compressors' weights, and
+// the indexer's are not used in short contexts.
 [[maybe_unused]] static uint64_t bytes_per_token(const Model& m) {
   uint64_t n = m.token_embd.stride;
   for_each_matrix(m, [&](const Matrix& w, bool is_expert) {
@@ -7517,11 +7527,11 @@ class ReplyParser {
 }  // namespace ds4
 
 // =============================================================================
-// 13. CACHE — what attention remembers: raw window, compressed rows, compressor state.   uses: 1 9
+// 13. CACHE — what attention remembers: raw window, compressed rows, compressor state.   uses: 1 3 9
 // =============================================================================
 // Per layer: a ring of the last raw rows, all compressed rows (one per `ratio` tokens), the indexer's rows (ratio 4),
-// a ring of the newest compressor inputs, and the rows x they are still to be computed from. Nothing grows with context x
-// heads. All rings are indexed by absolute position, so a span of any length leaves the same state behind.
+// a ring of the newest compressor inputs, and the rows x that wait for theirs. Nothing grows with context x heads. All rings
+// are indexed by absolute position. How the tokens were cut into spans decides which of them still wait, never a result.
 
 namespace ds4 {
 
@@ -7535,6 +7545,10 @@ struct RunOptions {
   const Kernels* kernels = nullptr;  // null: the best this CPU has
 };
 
+// A compressed row is needed only when its block is full. So compressor inputs are not computed until a token ends a block or
+// so many tokens wait: decoding reads the compressors' weights once for 4 tokens (ratio 4) or 8 (ratio 128), not for each.
+constexpr uint32_t kMaxWaiting = 8;
+
 struct LayerCache {
   uint32_t ratio;
   uint8_t* window;                 // [window_rows][kv_stride]: row of position p at p % window_rows
@@ -7542,16 +7556,12 @@ struct LayerCache {
   uint8_t* index_rows;             // [ctx / 4][index_stride]
   float *k, *z;                    // [state_rows][width]: compressor inputs of position p < waiting at p % state_rows
   float *index_k, *index_z;        // the indexer's, [state_rows][2 * idx_dim]
-  float* x;                        // [kMaxWaiting][n_embd]: what the inputs of positions from `waiting` on come from, p % kMaxWaiting
-  uint8_t* x_int8;                 // the same as matrices of quantised types read it
+  float* x;                        // [kMaxWaiting][n_embd]: attention input of position p >= waiting at p % kMaxWaiting
+  uint8_t* x_int8;                 // [kMaxWaiting][act_bytes(n_embd)]: x quantised
   uint32_t width;                  // m * head_dim, m = 2 for ratio 4
   uint32_t state_rows;
   uint32_t waiting;                // the first position whose compressor inputs are not computed yet
 };
-
-// A compressor row is only needed when its block is full, so the inputs of up to so many tokens are computed together:
-// decoding reads the compressors' weights once for 4 tokens (ratio 4) or 8 instead of for each.
-constexpr uint32_t kMaxWaiting = 8;
 
 // Rewinding by up to this many tokens finds every ring intact.
 constexpr uint32_t kRewindRows = 56;
@@ -7585,7 +7595,6 @@ class Cache {
     if (position > position_) return false;
     if (position != 0 && newest_ - position > kRewindRows) return false;
     position_ = position;
-    for (LayerCache& l : layers_) l.waiting = std::min(l.waiting, position);
     if (position == 0) newest_ = 0;
     return true;
   }
@@ -7673,7 +7682,7 @@ struct MatmulTask {
 };
 
 enum ProfilePart { kPartEmbed, kPartHc, kPartAttnIn, kPartCompress, kPartIndex, kPartAttend, kPartAttnOut, kPartRouter, kPartExperts, kPartHead, kParts };
-constexpr const char* kPartNames[kParts] = {"embed", "hyper connections", "attention in", "compressor", "indexer", "attention", "attention out", "router, shared", "experts", "head"};
+constexpr const char* kPartNames[kParts] = {"embed", "hyper connections", "attention in", "compressor", "indexer", "attention", "attention out", "router + shared up", "experts", "head"};
 
 struct ByteRange {
   const uint8_t* data;
@@ -7699,7 +7708,7 @@ using TapSink = std::function<void(const std::string& name, const void* data, si
 // Everything a span needs besides weights and cache; sized once for `prefill_chunk` tokens.
 struct Workspace {
   ActRows streams, x, qr, o, low, hidden, hidden_shared;   // o: row g * chunk + t
-  ActRows comp_x;                  // pointers only: rows of a LayerCache's x, then of x
+  ActRows comp_x;                  // pointers only, [chunk + kMaxWaiting]: rows of a LayerCache's x, then of x
   Rows mix, q, kv, k, z, index_k, index_z, iq, iw, attn, up, up_shared, down, down_shared, logits_router;
   float** low_group = nullptr;     // [n_group][chunk]: where group g of token t goes
   float *post = nullptr, *comb = nullptr, *rope_cs = nullptr;  // rope_cs [2][chunk][n_rot]: plain, compressed
@@ -7748,7 +7757,7 @@ class LayerRunner {
   void hc_pre(const HyperConn& hc, const std::vector<float>& norm, uint32_t first, const Span& span);
   void hc_post(const Span& span);
   void attention(uint32_t il, const Span& span);
-  size_t take_waiting(LayerCache& c, const Span& span);
+  uint32_t take_waiting(LayerCache& c, const Span& span);
   void compress_blocks(uint32_t il, uint32_t pos, uint32_t n);
   bool index_needed(const LayerCache& c, const Span& span) const;
   void select_rows(uint32_t il, const Span& span);
@@ -7790,7 +7799,7 @@ LayerRunner::LayerRunner(const Model& m, const RunOptions& o, bool count_only)
     : model(m), shape(m.shape), options(o), kernels(*o.kernels), pool(count_only ? 1 : o.threads), cache(m.shape, o, count_only) {
   freq_[0] = rope_frequencies(shape, false);
   freq_[1] = rope_frequencies(shape, true);
-  tasks_.resize(2 * shape.n_expert + 2);
+  tasks_.resize(2 * shape.n_expert);
   chunk_end_.resize(std::max<size_t>(tasks_.size(), kMaxGroups));
   expert_end_.resize(shape.n_expert + 1);
   lay_out();
@@ -7870,8 +7879,8 @@ void LayerRunner::prepare(const Span& span) {
   });
 }
 
-// Rows of a chunk: whole register tiles when many tokens read them; when few do, at most about `most` bytes and what takes
-// 15 to 25 us. The same for all chunks of a task but the last, so that Ahead finds where the next one's places begin.
+// Rows of a chunk: whole register tiles for four tokens and more; for fewer, at most about `most` bytes and what takes 15 to
+// 25 us. The same for all chunks of a task but the last, so that Ahead finds where the next one's places begin.
 static size_t chunk_rows(const Matrix& w, size_t n_tokens, size_t most = SIZE_MAX) {
   return n_tokens >= 4 ? 64 : std::max<size_t>(4, size_t(align_up(std::min(most, size_t(256) << 10) / std::max<size_t>(w.stride, 1), 4)));
 }
@@ -7994,9 +8003,10 @@ void LayerRunner::attention(uint32_t il, const Span& span) {
   const LayerWeights& w = model.layers[il];
   LayerCache& c = cache.layer(il);
   const uint32_t first = span.first, n = span.n, m = n - first;
-  const uint32_t n_comp = c.ratio ? take_waiting(c, span) : 0;
+  uint32_t n_comp = 0;
   {
     ProfileTimer timer(profile, kPartAttnIn);
+    if (c.ratio) n_comp = take_waiting(c, span);
     MatmulTask tasks[8];
     size_t k = 0;
     tasks[k++] = {w.kv, &ws.x, 0, nullptr, ws.kv.row, n, false};
@@ -8055,9 +8065,10 @@ void LayerRunner::attention(uint32_t il, const Span& span) {
   matmul(&out, 1);
 }
 
-// The rows x of the tokens that wait for their compressor inputs, the span's included: into ws.comp_x, and how many there are,
-// when one of them ends a block or too many would wait; else 0, and they wait in the cache.
-size_t LayerRunner::take_waiting(LayerCache& c, const Span& span) {
+// If a token of the span ends a block, or kMaxWaiting tokens or more wait with it: points ws.comp_x at the rows x of all
+// waiting tokens, those of the span last, and returns their number. Else keeps the span's rows in the cache and returns 0.
+uint32_t LayerRunner::take_waiting(LayerCache& c, const Span& span) {
+  c.waiting = std::min(c.waiting, span.pos);     // the cache may have been rewound
   const uint32_t end = span.pos + span.n, n = end - c.waiting;
   const size_t stride = act_bytes(shape.n_embd);
   if (end / c.ratio == c.waiting / c.ratio && n < kMaxWaiting) {
@@ -8073,12 +8084,11 @@ size_t LayerRunner::take_waiting(LayerCache& c, const Span& span) {
     ws.comp_x.row[i] = p < span.pos ? c.x + size_t(slot) * shape.n_embd : ws.x.row[p - span.pos];
     ws.comp_x.q[i] = p < span.pos ? c.x_int8 + slot * stride : ws.x.q[p - span.pos];
   }
-  c.waiting = end;
   return n;
 }
 
-// With the compressor inputs of n tokens from pos on in ws.k, ws.z and so on, makes the compressed rows whose last token is
-// one of them, then leaves the newest inputs in the rings.
+// ws.k, ws.z, ws.index_k, ws.index_z hold the compressor inputs of n tokens from position pos on. Makes the compressed rows
+// whose last token is one of them, then keeps the newest inputs in the rings.
 // Ratio 4 pools eight slots: the first half of the outputs of the four tokens before the block and the second half of
 // those of its own four (block 0 has only its own); any other ratio pools the tokens of the block.
 void LayerRunner::compress_blocks(uint32_t il, uint32_t pos, uint32_t n) {
@@ -8131,6 +8141,7 @@ void LayerRunner::compress_blocks(uint32_t il, uint32_t pos, uint32_t n) {
     keep(ws.index_k, c.index_k, 2 * ID);
     keep(ws.index_z, c.index_z, 2 * ID);
   }
+  c.waiting = pos + n;
   if (taps) tap_compressed(il, block0, block1);
 }
 
@@ -8251,7 +8262,8 @@ void LayerRunner::feed_forward(uint32_t il, const Span& span) {
   const uint32_t first = span.first, m = span.n - first, K = shape.n_used;
   {
     ProfileTimer timer(profile, kPartRouter);
-    const MatmulTask tasks[] = {{w.router, &ws.x, first, nullptr, ws.logits_router.row + first, m, true},      // too small for a job of its own
+    // The router's matrix is too small for a job of its own.
+    const MatmulTask tasks[] = {{w.router, &ws.x, first, nullptr, ws.logits_router.row + first, m, true},
                                 {w.sh_gate, &ws.x, first, nullptr, ws.hidden_shared.row + first, m, false},
                                 {w.sh_up, &ws.x, first, nullptr, ws.up_shared.row + first, m, false}};
     matmul(tasks, 3);
@@ -11344,7 +11356,7 @@ static std::string inspect_text(const Json& j) {
   for (const Json& t : j.find("types")->items())
     line(t.find("role")->text(), format("%-8s %5s tensors %12s", t.find("type")->text().c_str(),
                                         t.find("tensors")->dump().c_str(), size(*t.find("bytes")).c_str()));
-  line("read per token", size(*j.find("bytes_per_token")));
+  line("weights per token", size(*j.find("bytes_per_token")));
   const Json& memory = *j.find("memory");
   out += "\nMemory for --ctx " + memory.find("ctx")->dump() + "\n";
   for (const char* key : {"weights", "cache", "scratch"}) line(key, size(*memory.find(key)) + (key[0] == 'w' ? ", mapped" : ""));
@@ -11641,10 +11653,11 @@ static void bench_model(Runtime& rt) {
   }
   engine.reset();
   for (const uint32_t context : {0u, 512u, 2048u, 8192u, 16384u, 32768u, 65536u}) {
-    constexpr uint32_t kRun = kMaxWaiting, kMost = 8;          // tokens differ in what they read, runs of so many do not
+    constexpr uint32_t kRun = kMaxWaiting, kMost = 8;          // single tokens differ in which weights they read, runs of kRun do not
     if (context + kMost * kRun > engine.ctx()) break;
     if (context > engine.position()) engine.eval(tokens.data() + engine.position(), context - engine.position());
-    const double t = median_seconds([&] { for (uint32_t i = 0; i < kRun; i++) engine.eval(tokens.data() + engine.position(), 1); }, 2, 3, kMost) / kRun;
+    const auto run = [&] { for (uint32_t i = 0; i < kRun; i++) engine.eval(tokens.data() + engine.position(), 1); };
+    const double t = median_seconds(run, 2, 3, kMost) / kRun;
     table.add({"decode", context, fixed(1 / t, 2), fixed(gb / t), fixed(1e3 * t)});
   }
   table.print(rt.options().json, rt.facts().set("hash", hash_text(hash)));

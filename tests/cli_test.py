@@ -337,7 +337,7 @@ def test_dump_taps():
 
 def test_inspect_and_check():
     r = ds4("--inspect", "--ctx", "1000")
-    for needle in ("layers", "Q8_0", "read per token", "--ctx 1000", "cache"):
+    for needle in ("layers", "Q8_0", "weights per token", "--ctx 1000", "cache"):
         holds(needle, r.out)
     j = json.loads(ds4("--inspect", "--json", "--ctx", "1000").out)
     same((j["shape"]["layers"], j["tokenizer"]["tokens"], j["memory"]["ctx"]), (6, 1536, 1000))

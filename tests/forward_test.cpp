@@ -187,7 +187,7 @@ TEST_P(Forward, SameBitsForEveryChunkingThreadCountAndIsa) {
     const std::vector<float> got = forward_logits(model, o, tokens, step);
     EXPECT_EQ(std::memcmp(got.data(), want.data(), want.size() * sizeof(float)), 0) << c.name << ": " << what;
   };
-  for (uint32_t chunk : {1u, 3u, 4u, 7u, 64u, 127u, 128u, 129u}) {
+  for (uint32_t chunk : {1u, 3u, 4u, 7u, 8u, 9u, 64u, 127u, 128u, 129u}) {
     RunOptions o = options(false, false);
     o.prefill_chunk = chunk;
     expect_same(o, 0, format("prefill chunk %u", chunk));
@@ -204,6 +204,7 @@ TEST_P(Forward, SameBitsForEveryChunkingThreadCountAndIsa) {
     o.kernels = k;
     expect_same(o, 0, k->name);
     expect_same(o, 64, std::string(k->name) + ", calls of 64 tokens");
+    expect_same(o, 1, std::string(k->name) + ", token by token");
   }
 }
 
@@ -217,8 +218,11 @@ TEST_P(Forward, SameBitsForEveryIsaInTheOtherModes) {
         RunOptions o = options(exact, plain);
         o.kernels = k;
         o.prefill_chunk = 33;
-        const std::vector<float> got = forward_logits(model, o, some);
-        EXPECT_EQ(std::memcmp(got.data(), want.data(), want.size() * sizeof(float)), 0) << c.name << " " << k->name << " exact " << exact << " plain " << plain;
+        for (const size_t step : {0, 1}) {             // in chunks of 33, token by token
+          const std::vector<float> got = forward_logits(model, o, some, step);
+          EXPECT_EQ(std::memcmp(got.data(), want.data(), want.size() * sizeof(float)), 0)
+              << c.name << " " << k->name << " exact " << exact << " plain " << plain << " step " << step;
+        }
       }
     }
 }
@@ -241,7 +245,7 @@ TEST_P(Forward, RewindingLeavesNoTrace) {
   EXPECT_EQ(std::memcmp(engine.logits(), want.data() + 9 * V, V * sizeof(float)), 0) << c.name;
 }
 
-// Compressor inputs wait for others; a wrong continuation, of any length, must not leave its own among them.
+// Tokens wait for their compressor inputs; a wrong continuation that is taken back must leave none of its own.
 TEST_P(Forward, RewindingOverWaitingInputsLeavesNoTrace) {
   const std::vector<float> want = forward_logits(model, options(false, false), tokens);
   const size_t V = model.shape.n_vocab;
@@ -249,7 +253,8 @@ TEST_P(Forward, RewindingOverWaitingInputsLeavesNoTrace) {
   size_t n = 118;                                    // blocks of 128 end in what follows
   engine.eval(tokens.data(), n);
   for (size_t wrong = 1; wrong <= 2 * kMaxWaiting; wrong++) {
-    for (size_t i = 0; i < wrong; i++) engine.eval(&tokens[(n + 3 * i + 11) % tokens.size()], 1);
+    if (wrong % 2) engine.eval(tokens.data(), wrong);
+    else for (size_t i = 0; i < wrong; i++) engine.eval(&tokens[(n + 3 * i + 11) % tokens.size()], 1);
     ASSERT_TRUE(engine.rewind(uint32_t(n)));
     for (const size_t step : {1, 1, 3, 1}) {
       engine.eval(tokens.data() + n, step);

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios, and how fast ds4
-decodes by what it takes to read the bytes of a token once, at the speed at which a buffer ("of memory") and the weights in place
-("of weights") are read. Both programs find the file in large pages, where the system has them (--warm-weights). Python standard
-library only.
+"""ds4 beside llama.cpp on the same file, alternating, at the same thread count; prints medians and ratios, and ds4's decoding
+speed in per cent of what reading all weights of a token would allow, at the measured speed of reading a buffer ("of memory")
+or the weights in place ("of weights"). --warm-weights puts the file into large pages first, where the system has them, for
+both programs. Python standard library only.
 
     tools/bench_peers.py --ds4 ./ds4 --peer DIR --model slice5.gguf [--threads 1,2] [--prompts 32,512] [--rounds 3]
 

@@ -10079,6 +10079,7 @@ static const Option kOptions[] = {
    [](Options& o, const OptionValue& v) { o.generate.sampler.repeat_penalty = float(v.number(1e-6, 1e6)); }},
   {"--repeat-last-n", "N", "how many tokens count as recent, 64 by default (0: off, -1: all)", true,
    [](Options& o, const OptionValue& v) {
+     if (v.text.size() > 1 && v.text[0] == '-' && v.text != "-1") fail_usage("%s: '%s' is not -1, 0 or a number of tokens", v.name.c_str(), v.text.c_str());
      o.generate.sampler.repeat_last_n = v.text == "-1" ? -1 : int32_t(v.uint(0, INT32_MAX));
    }},
   {"--presence-penalty", "F", "subtracted from logits of recent tokens (0: off)", true,
@@ -10254,9 +10255,9 @@ class Runtime {
     const RunOptions r = run_options();
     if (o_.verbose || g_streams.err_tty) {
       const MemoryPlan plan = memory_plan(model(), r);
-      note("%s: %s mapped; context %u: %s cache, %s scratch; %d threads, %s", file().path().c_str(),
-           size_text(plan.weights).c_str(), r.ctx, size_text(plan.cache).c_str(), size_text(plan.scratch).c_str(), r.threads,
-           r.kernels->name);
+      note("%s: %s %s; context %u: %s cache, %s scratch; %d thread%s, %s", file().path().c_str(),
+           size_text(plan.weights).c_str(), o_.gguf.no_mmap ? "read" : "mapped", r.ctx, size_text(plan.cache).c_str(), size_text(plan.scratch).c_str(), r.threads,
+           r.threads == 1 ? "" : "s", r.kernels->name);
     }
     open_session(r);
     return *session_;
@@ -10651,6 +10652,11 @@ static ScriptCase read_case(Runtime& rt, Json json, std::string what, uint32_t d
   c.name = c.json.string_or("name", "", what);
   if (!c.name.empty()) what += " (" + c.name + ")";
   c.what = what;
+  constexpr const char* kKeys[] = {"name", "prompt", "messages", "system", "tokens_in", "ctx", "think", "n", "temp", "top_k", "top_p", "min_p", "seed", "stop",
+                                   "text", "contains", "facts", "tokens_out", "hash", "finish"};
+  for (size_t i = 0; i < c.json.size(); i++)       // a misspelt expectation would always hold
+    if (std::find(std::begin(kKeys), std::end(kKeys), c.json.key(i)) == std::end(kKeys))
+      warn("%s: the key \"%s\" is unknown and does nothing", what.c_str(), printable(c.json.key(i)).c_str());
   const int64_t ctx = was_given(o, "--ctx") ? int64_t(o.run.ctx) : c.json.int_or("ctx", default_ctx, what);
   if (ctx < 1 || ctx > int64_t(1) << 30) fail("%s: \"ctx\" is %lld, expected 1 to %lld", what.c_str(), (long long)ctx, 1ll << 30);
   if (std::min(uint64_t(ctx), rt.model().shape.n_ctx_train) != rt.session().engine().ctx()) rt.resize(uint32_t(ctx));
@@ -11535,7 +11541,7 @@ static uint64_t available_memory() {
 
 // Reads a buffer of eight times the last cache, at most a quarter of the memory available, but never less than 512 MB (also
 // where the cache's size is unknown): a cache of 480 MB keeps part of 512 MB, which then reads a seventh faster. With --model
-// also as many bytes of its weights in place; those of a small model come from the cache.
+// also as many bytes of its weights in place, unless they fit into the cache.
 static void bench_memory(Runtime& rt) {
   const Options& o = rt.options();
   const size_t least = size_t(512) << 20;
@@ -11551,7 +11557,8 @@ static void bench_memory(Runtime& rt) {
       if (n > 0) weights.push_back({t.data, n});
       left -= n;
     }
-    readers.emplace_back("weights", PlainReader(weights));
+    if (n_bytes - left > cache) readers.emplace_back("weights", PlainReader(weights));
+    else note("the weights fit into the last cache: their reading says nothing about memory");
   }
   ThreadPool pool(o.run.threads ? o.run.threads : physical_cores());
   BenchTable table("memory", {"of", "threads", "GB/s", "MB"});

@@ -361,6 +361,9 @@ def test_bench_output():
     assert {"threads", "isa", "file", "hash", "rows"} <= set(j), j
     assert any(row["what"] == "decode" for row in j["rows"])
     same(ds4("--bench", "profile", "--ctx", "100").code, 0)
+    r = ds4("--bench", "memory", "-t", "1", timeout=120)
+    assert r.code == 0 and r.out.startswith("of,threads,GB/s") and "buffer,1," in r.out, r
+    assert ("weights,1," in r.out) != ("fit into the last cache" in r.err), r
     same(ds4("--bench", "tokenizer", "-f", path("t.txt", "Hello world. " * 1000)).code, 0)
 
 
@@ -419,6 +422,8 @@ def test_script_options_and_errors():
     fails(ds4("--script", path("bad.jsonl", "{\n")), 1, "bad.jsonl: line 1")
     fails(ds4("--script", path("bad.jsonl", "\n{}\n")), 1, "bad.jsonl: line 2", "prompt")
     fails(ds4("--script", path("bad.jsonl", '{"prompt": 3}\n')), 1, "string")
+    r = ds4("--script", path("odd.jsonl", '{"prompt": "Hello", "n": 2, "test": "Bye"}\n'))
+    assert r.code == 0 and 'line 1: the key "test" is unknown' in r.err, r
     for key, value in (("n", "0"), ("n", "1.5"), ("n", "1e30"), ("top_k", "-1"), ("top_k", "0.5"), ("temp", "-1"), ("temp", "NaN"), ("top_p", "2"), ("min_p", "Infinity")):
         fails(ds4("--script", path("bad.jsonl", '{"prompt": "x", "%s": %s}\n' % (key, value))), 1, "line 1", key)
 

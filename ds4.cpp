@@ -9197,14 +9197,19 @@ class Session {
 
   Engine& engine() { return engine_; }
 
+  // What helps when the context is too small.
+  std::string room_for_more() const {
+    const uint64_t most = engine_.model().shape.n_ctx_train;
+    return engine_.ctx() < most ? format("--ctx, in a chat /ctx, allows up to %llu", (unsigned long long)most) : std::string("the model has no larger one");
+  }
+
   // Brings the cache to exactly `prompt` and leaves the logits of its last token. Only what follows the longest
   // prefix the cache can go back to is computed. Returns how many tokens were there already. When *stop came, what
   // was read so far stays: is_at(prompt) is then false.
   size_t read(const std::vector<int32_t>& prompt, const ReadProgress& progress = {}) {
     if (prompt.empty()) fail("the prompt is empty");
     if (prompt.size() > engine_.ctx())
-      fail("the prompt has %zu tokens, more than the context of %u; a larger --ctx helps if the model has one", prompt.size(),
-           engine_.ctx());
+      fail("the prompt has %zu tokens, more than the context of %u; %s", prompt.size(), engine_.ctx(), room_for_more().c_str());
     if (!is_at(prompt)) {
       const size_t most = std::min(cached_.size(), prompt.size() - 1);              // the last token's logits are needed
       size_t common = 0;
@@ -10605,8 +10610,7 @@ static void explain_finish(Runtime& rt, const Answer& a) {
     for (const ToolCall& call : a.reply.calls)
       note("call %s: %s %s", call.id.c_str(), call.name.c_str(), call.arguments.dump().c_str());
   if (a.finish == Finish::context)
-    note("ds4: the context is full: %zu prompt and %zu answer tokens of %u; a larger --ctx (/ctx N) or a new chat (/clear) helps",
-         a.prompt_tokens, a.tokens.size(), ctx);
+    note("ds4: the context of %u tokens is full, %zu of them the prompt's; %s", ctx, a.prompt_tokens, rt.session().room_for_more().c_str());
   if (a.finish == Finish::loop) note("ds4: stopped: the answer repeats itself (--loop-stop)");
   if (a.finish == Finish::fault)
     print_error(format("numerical fault: none of the %u logits is finite; --check looks for broken weights", rt.model().shape.n_vocab));

@@ -351,6 +351,13 @@ def test_inspect_and_check():
     assert bad.code in (0, 1)
 
 
+def test_a_context_too_small_says_what_helps():
+    fails(ds4("-p", "Hello", "-c", "4"), 1, "more than the context of 4; --ctx, in a chat /ctx, allows up to 4096")
+    r = ds4("-p", "Hello", "-c", "5", "--temp", "0")
+    assert r.code == 0 and "the context of 5 tokens is full, 5 of them the prompt's; --ctx" in r.err, r
+    fails(ds4("-p", "Hello " * 5000), 1, "the model has no larger one")
+
+
 def test_bench_output():
     r = ds4("--bench", "sampler", timeout=120)
     same(r.code, 0)

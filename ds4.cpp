@@ -11369,7 +11369,7 @@ static std::string inspect_text(const Json& j) {
   line("weights per token", size(*j.find("bytes_per_token")));
   const Json& memory = *j.find("memory");
   out += "\nMemory for --ctx " + memory.find("ctx")->dump() + "\n";
-  for (const char* key : {"weights", "cache", "scratch"}) line(key, size(*memory.find(key)) + (key[0] == 'w' ? ", mapped" : ""));
+  for (const char* key : {"weights", "cache", "scratch"}) line(key, size(*memory.find(key)) + (key[0] != 'w' ? "" : memory.find("mapped")->as_bool("mapped") ? ", mapped" : ", read"));
   return out;
 }
 
@@ -11383,7 +11383,7 @@ static int run_inspect(Runtime& rt) {
     Json use = Json::object().set("role", r.role).set("type", type_info(r.type).name);
     types.push(use.set("tensors", r.count).set("bytes", r.nbytes));
   }
-  Json memory = Json::object().set("ctx", run.ctx).set("weights", plan.weights);
+  Json memory = Json::object().set("ctx", run.ctx).set("weights", plan.weights).set("mapped", !rt.options().gguf.no_mmap);
   memory.set("cache", plan.cache).set("scratch", plan.scratch);
   Json j = Json::object().set("file", file.path()).set("name", file.find_string("general.name").value_or(""));
   j.set("shards", file.shard_count()).set("file_bytes", file.file_bytes()).set("tensors", file.tensors().size());
@@ -11501,8 +11501,10 @@ class PlainReader {
   explicit PlainReader(const std::vector<ByteRange>& ranges) {
     constexpr size_t kPiece = 1 << 20;
     for (const ByteRange& r : ranges)
-      for (size_t at = 0; at < r.n; at += kPiece) pieces_.push_back({r.data + at, std::min(kPiece, r.n - at)});
-    for (const ByteRange& r : ranges) bytes_ += r.n;
+      for (size_t at = 0; at < r.n; at += kPiece) {
+        pieces_.push_back({r.data + at, std::min(kPiece, r.n - at)});
+        bytes_ += pieces_.back().n;
+      }
   }
   size_t bytes() const { return bytes_; }
   void run(ThreadPool& pool) const {

@@ -339,6 +339,8 @@ def test_inspect_and_check():
     r = ds4("--inspect", "--ctx", "1000")
     for needle in ("layers", "Q8_0", "weights per token", "--ctx 1000", "cache"):
         holds(needle, r.out)
+    holds("MB, mapped", r.out)
+    holds("MB, read", ds4("--inspect", "--no-mmap").out)
     j = json.loads(ds4("--inspect", "--json", "--ctx", "1000").out)
     same((j["shape"]["layers"], j["tokenizer"]["tokens"], j["memory"]["ctx"]), (6, 1536, 1000))
     same(sum(t["bytes"] for t in j["types"]) <= j["file_bytes"], True)

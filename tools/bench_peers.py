@@ -66,7 +66,8 @@ def main():
 def memory(a, threads):
     """GB/s of reading with so many threads: of a buffer, of the model's weights in place."""
     out = subprocess.run([a.ds4, "--bench", "memory", "--warm-weights", "-t", str(threads), "--model", a.model, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True).stdout
-    return [next(row["GB/s"] for row in json.loads(out)["rows"] if row["of"] == of and row["threads"] == threads) for of in ("buffer", "weights")]
+    speeds = {row["of"]: row["GB/s"] for row in json.loads(out)["rows"] if row["threads"] == threads}
+    return [speeds[of] for of in ("buffer", "weights") if of in speeds]              # no weights where the cache holds them
 
 
 def token_gigabytes(a):

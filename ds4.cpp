@@ -624,14 +624,17 @@ struct ActRow {
   const float* d;                    // [n_pad / 32]
   const float *md, *md_lo, *md_hi;   // [n_pad / 32] -d * (sum of q over the 32, its first 16, its last 16)
   const int32_t *c, *c_lo, *c_hi;    // [n_pad / 32] -128 * (the same sums)
+  // AVX-512 only: q with the bytes t, 8 + t, 16 + t, 24 + t of a block at 4t, and that as qt is of q.
+  const int8_t *qe, *qet;            // [n_pad]
 };
-[[maybe_unused]] static inline size_t act_bytes(size_t n) { return size_t(align_up(n, 512)) / 32 * (2 * 32 + 7 * 4); }
+[[maybe_unused]] static inline size_t act_bytes(size_t n) { return size_t(align_up(n, 512)) / 32 * (4 * 32 + 7 * 4); }
 [[maybe_unused]] static inline ActRow act_row(const void* act, size_t n) {
   const size_t n_pad = size_t(align_up(n, 512)), nb = n_pad / 32;
   const int8_t* q = static_cast<const int8_t*>(act);
   const float* f = reinterpret_cast<const float*>(q + 2 * n_pad);
   const int32_t* i = reinterpret_cast<const int32_t*>(f + 4 * nb);
-  return {q, q + n_pad, f, f + nb, f + 2 * nb, f + 3 * nb, i, i + nb, i + 2 * nb};
+  const int8_t* e = reinterpret_cast<const int8_t*>(i + 3 * nb);
+  return {q, q + n_pad, f, f + nb, f + 2 * nb, f + 3 * nb, i, i + nb, i + 2 * nb, e, e + n_pad};
 }
 
 // What kernels keep on the stack, so what a model may have at most.
@@ -2059,7 +2062,14 @@ static void quantize(const float* x, void* act, size_t n) {
     c_lo[b] = -128 * int32_t(sum[0]);
     c_hi[b] = -128 * int32_t(sum[1]);
     c[b] = c_lo[b] + c_hi[b];
-    for (size_t t = 0; t < 8; t++) std::memcpy(qt + (b / 16) * 512 + 64 * t + 4 * (b % 16), q + i + 4 * t, 4);
+    const size_t at = b / 16 * 512 + b % 16 * 4;
+    for (size_t t = 0; t < 8; t++) std::memcpy(qt + at + 64 * t, q + i + 4 * t, 4);
+#if DS4_PASS == 3
+    const __m256i order = _mm256_setr_epi32(0x18100800, 0x19110901, 0x1a120a02, 0x1b130b03, 0x1c140c04, 0x1d150d05, 0x1e160e06, 0x1f170f07);
+    int8_t *qe = const_cast<int8_t*>(row.qe) + i, *qet = const_cast<int8_t*>(row.qet) + at;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(qe), _mm256_permutexvar_epi8(order, load256(q + i)));
+    for (size_t t = 0; t < 8; t++) std::memcpy(qet + 64 * t, qe + 4 * t, 4);
+#endif
   }
 }
 
@@ -2100,7 +2110,7 @@ DS4_INLINE f32x16 first_of(f32x16 a, size_t n, f32x16 old) {
 //   tokens   AVX-512: 2           3            4            6            8      AVX2: 2            4           6           8
 //   Q8_0     20.8 / 12.0  17.0 / 12.6  13.5 / 12.2  10.0 / 10.6   7.1 /  9.2  15.6 / 7.8   9.6 / 6.0   6.4 / 4.5   4.8 / 4.2
 //   MXFP4    27.3 / 11.4  22.1 / 12.3  18.8 / 12.1  14.5 / 10.0  11.5 /  8.9  12.1 / 8.1   8.4 / 6.0   6.3 / 4.9   4.7 / 4.3
-//   IQ2_XXS  28.8 / 17.6  24.3 / 18.4  20.8 / 17.1  17.2 / 14.4  13.0 / 11.1   11.6 / 6.9   8.1 / 5.3   6.1 / 4.4   4.8 / 3.9
+//   IQ2_XXS  31.2 / 19.6  26.7 / 18.4  23.5 / 17.3  17.7 / 13.8  12.7 / 11.4   11.6 / 6.9   8.1 / 5.3   6.1 / 4.4   4.8 / 3.9
 //   Q2_K     30.4 / 12.5  26.5 / 12.9  20.1 / 12.7  16.5 / 10.2  11.6 /  8.7  14.8 / 7.8   8.2 / 5.7   5.7 / 4.7   4.2 / 4.2
 //   Q4_K     27.8 / 12.1  25.6 / 13.5  21.1 / 13.6  17.1 / 10.9  11.8 /  9.1  12.4 / 8.6   7.4 / 6.4   5.1 / 5.0   3.6 / 4.6
 // The other grid types gain 5-25 % from rows at 4 tokens on AVX-512. NEON and scalar are not measured.
@@ -2413,77 +2423,61 @@ struct LaneGroup {
   LaneScales scales;
 };
 
-// The grid of IQ2_XXS has three values, so an entry of eight is 16 bits of 2-bit codes: the table is eight registers.
-// Nibble k of an entry is the codes of values k and 4 + k; with two bits of signs behind it that is the index of both.
-struct LaneTables {
-  uint8_t grid[2][256];                        // nibbles 0-1 and 2-3 of an entry
-  uint8_t index[64];                           // where unpacking wants the entry numbers: bytes of the sixteen groups
-  uint8_t code[2][64];                         // bit positions of the nibbles of an even and an odd entry
-  uint8_t spread[64], sign[4][64];             // of the 7-bit sign fields; of the signs of entry i, in bits 4 and 5
-  uint8_t value[2][64];                        // index -> kBias +- value k, kBias +- value 4 + k
+// The grid of IQ2_XXS has three values, so an entry of eight is 16 bits of 2-bit codes: the table is eight registers. The byte of
+// an entry stays where its number is, so a lane holds the four entries of one group of 32, and activations lie that way too (qet).
+// The codes of two values with their two signs are the index of both: bits 0-3 and 4-5 for values 0, 1 and 4, 5; bits 2-5 and 0-1
+// for values 2, 3 and 6, 7, which saves shifting the signs.
+struct EntryTables {
+  uint8_t grid[2][256];                        // codes of values 0-3 and 4-7 of an entry
+  uint8_t value[2][2][64];                     // [signs below][second value][index] -> kBias +- value
+  uint8_t spread[64];                          // where the 7-bit sign fields are
 };
-constexpr LaneTables make_lane_tables() {
-  LaneTables t{};
+constexpr EntryTables make_entry_tables() {
+  EntryTables t{};
   constexpr int kValues[4] = {8, 25, 43, 0};
   for (int e = 0; e < 256; e++)
     for (int k = 0; k < 8; k++) {
       const int v = int(kGrid2xxs[size_t(e)] >> 8 * k & 255) - 64;
       const int code = v == kValues[0] ? 0 : v == kValues[1] ? 1 : 2;
-      uint8_t& byte = t.grid[k % 4 / 2][e];
-      byte = uint8_t(byte | code << (4 * (k % 2) + 2 * (k / 4)));
+      t.grid[k / 4][e] = uint8_t(t.grid[k / 4][e] | code << 2 * (k % 4));
     }
   for (int b = 0; b < 64; b++) {
-    const int h = b / 4 % 2, k = b % 4;          // byte k of group 2j + h, j = b / 8
-    t.index[b] = uint8_t(8 * (b / 16 * 4 + b % 8 / 4 * 2 + b % 2) + b / 8 % 2 * 2 + b / 2 % 2);
-    for (int i = 0; i < 2; i++) t.code[i][b] = uint8_t(32 * i + 16 * h + 4 * k);
-    t.spread[b] = uint8_t(32 * h + 7 * k);
-    for (int i = 0; i < 4; i++) t.sign[i][b] = uint8_t((32 * h + 8 * i + 2 * k - 4) & 63);
-    for (int half = 0; half < 2; half++) {
-      const int v = kValues[b >> 2 * half & 3];
-      t.value[half][b] = uint8_t(kBias + (b & 16 << half ? -v : v));
-    }
+    t.spread[b] = uint8_t(32 * (b / 4 % 2) + 7 * (b % 4));
+    for (int below = 0; below < 2; below++)
+      for (int k = 0; k < 2; k++) {
+        const int v = kValues[b >> (2 * below + 2 * k) & 3], sign = b >> (below ? k : 4 + k) & 1;
+        t.value[below][k][b] = uint8_t(kBias + (sign ? -v : v));
+      }
   }
   return t;
 }
-alignas(64) constexpr LaneTables kLaneTables = make_lane_tables();
+alignas(64) constexpr EntryTables kEntryTables = make_entry_tables();
 
-// Sixteen groups of 32, each eight bytes (four grid indices, a word of signs and scale), eight in ga and eight in gb.
-struct Iq2Lanes {
-  __m512i code[2], signs;                      // of entries 0-1 and 2-3; byte i: bits 2k and 2k + 1 are the signs of values k and 4 + k of entry i
-  f32x16 scale;                                // (2 * scale + 1) / 8
-};
-DS4_INLINE Iq2Lanes iq2_xxs_codes(__m512i ga, __m512i gb) {
-  const LaneTables& t = kLaneTables;
-  const __m512i index = _mm512_permutex2var_epi8(ga, load512(t.index), gb);
-  const __mmask64 upper = _mm512_movepi8_mask(index);
-  __m512i code[2];
+// Sixteen groups of 32, each eight bytes (four grid indices, a word of signs and scale), eight in ga and eight in gb:
+// w[t] = value t of all entries, plus kBias. Returns (2 * scale + 1) / 8 of the groups.
+DS4_INLINE f32x16 iq2_xxs_values(__m512i ga, __m512i gb, __m512i* w) {
+  const EntryTables& t = kEntryTables;
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i entry = _mm512_permutex2var_epi32(ga, even, gb), aux = odd_words(ga, gb).v;
+  const __mmask64 bit7 = _mm512_movepi8_mask(entry), bit6 = _mm512_test_epi8_mask(entry, _mm512_set1_epi8(64));
+  // Signs of values 2, 3, 6, 7, 0, 1, 4, 5 from bit 0 on; the eighth is the parity of the others.
+  const __m512i signs = _mm512_gf2p8affine_epi64_epi8(_mm512_multishift_epi64_epi8(load512(t.spread), aux), _mm512_set1_epi64(0x0408407f01021020), 0);
   DS4_UNROLL
   for (int h = 0; h < 2; h++) {
     const uint8_t* p = t.grid[h];
-    code[h] = _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(load512(p), index, load512(p + 64)), _mm512_permutex2var_epi8(load512(p + 128), index, load512(p + 192)));
+    const __m512i lower = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p)), bit6, entry, load512(p + 64));
+    const __m512i upper = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p + 128)), bit6, entry, load512(p + 192));
+    const __m512i code = _mm512_mask_mov_epi8(lower, bit7, upper);
+    const __m512i sign = h == 0 ? signs : _mm512_srli_epi16(signs, 2);
+    const __m512i index[2] = {_mm512_ternarylogic_epi32(code, sign, _mm512_set1_epi8(0x0f), 0xe4), _mm512_ternarylogic_epi32(_mm512_srli_epi16(code, 2), sign, _mm512_set1_epi8(0x3c), 0xe4)};
+    DS4_UNROLL
+    for (int k = 0; k < 4; k++) w[4 * h + k] = _mm512_permutexvar_epi8(index[k / 2], load512(t.value[k / 2][k % 2]));
   }
-  const __m512i aux = odd_words(ga, gb).v;
-  const __m512i seven = _mm512_multishift_epi64_epi8(load512(t.spread), aux);
-  const __m512i signs = _mm512_gf2p8affine_epi64_epi8(seven, _mm512_set1_epi64(0x011002200440087f), 0);    // the eighth is the parity of the others
-  return {{_mm512_unpacklo_epi8(code[0], code[1]), _mm512_unpackhi_epi8(code[0], code[1])}, signs, top_scale({aux}, 0.125f)};
-}
-// w[t] = values 4t .. 4t + 3 of all groups, plus kBias.
-DS4_INLINE void iq2_xxs_values(const Iq2Lanes& g, __m512i* w) {
-  const LaneTables& t = kLaneTables;
-  const __m512i even = load512(t.value[0]), odd = load512(t.value[1]);
-  DS4_UNROLL
-  for (int i = 0; i < 4; i++) {
-    const __m512i c = _mm512_multishift_epi64_epi8(load512(t.code[i % 2]), g.code[i / 2]), n = _mm512_multishift_epi64_epi8(load512(t.sign[i]), g.signs);
-    const __m512i index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), c, n, 0xca);
-    w[2 * i] = _mm512_permutexvar_epi8(index, even);
-    w[2 * i + 1] = _mm512_permutexvar_epi8(index, odd);
-  }
+  return top_scale({aux}, 0.125f);
 }
 
 DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup<BlockIQ2_XXS>& g) {
-  const Iq2Lanes lanes = iq2_xxs_codes(load512(a->g), load512(b->g));
-  iq2_xxs_values(lanes, g.w);
-  g.scales.d = mul(d_pair(a, b), lanes.scale);
+  g.scales.d = mul(d_pair(a, b), iq2_xxs_values(load512(a->g), load512(b->g), g.w));
 }
 
 // At which bit of its bytes each lane's fields begin, Q2_K or Q4_K. They stay there: a sum comes out 2^shift times too large,
@@ -2522,7 +2516,7 @@ DS4_INLINE void load_lanes(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneGroup<B
 // acc + the 16 blocks from b on times the activations.
 template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
-  const int8_t* q = x.qt + 32 * b;
+  const int8_t* q = (std::is_same_v<Block, BlockIQ2_XXS> ? x.qet : x.qt) + 32 * b;
   __m512i lo = _mm512_setzero_si512(), hi = lo;
   if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) lo = load512(x.c + b);                                // -kBias * sum
   if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = _mm512_srai_epi32(load512(x.c + b), 7);            // -sum
@@ -2601,8 +2595,8 @@ static void matmul_rows_mxfp4(const Matrix& w, size_t r0, size_t r1, const void*
 
 // -- int8 matrix product, many tokens: tiles of 16 rows in lanes ----
 
-// One block of 32 columns of 16 rows. w[k][row][i] = value 4k + i of the row's block as in its Group, but where kBias is
-// not 0 with kBias in place of the type's offset.
+// One block of 32 columns of 16 rows. w[k][row][i] = value 4k + i of the row's block as in its Group (value 8i + k where
+// activations are read from qe), but where kBias is not 0 with kBias in place of the type's offset.
 struct PanelBlock {
   alignas(64) int8_t w[8][64];
   float d[16], e0[16], e1[16];                 // [row]
@@ -2675,11 +2669,10 @@ DS4_INLINE void load_panel(const BlockIQ2_XXS* const* rows, PanelBlock* panel) {
   transpose8(in, gb);
   const f32x16 scale = load_f16(d);
   for (int b = 0; b < 8; b++) {
-    const Iq2Lanes lanes = iq2_xxs_codes(ga[b], gb[b]);
-    iq2_xxs_values(lanes, w);
+    const f32x16 group_scale = iq2_xxs_values(ga[b], gb[b], w);
     DS4_UNROLL
     for (int k = 0; k < 8; k++) _mm512_store_si512(panel[b].w[k], w[k]);
-    store(panel[b].d, mul(scale, lanes.scale));
+    store(panel[b].d, mul(scale, group_scale));
   }
 }
 
@@ -2734,12 +2727,16 @@ static void build_panel_lanes(const Matrix& w, size_t r, size_t r1, const RowRea
 }
 #endif
 
-// Where the parts of any ActRow of n elements lie, in bytes from its start: one pointer for each token of a tile.
+// Tokens of a tile are passed as where their q is, or qe for IQ2_XXS panels; from there the other parts lie so many bytes off.
+DS4_INLINE const uint8_t* tile_token(Type type, const void* act, size_t n) {
+  const ActRow row = act_row(act, n);
+  return reinterpret_cast<const uint8_t*>(DS4_PASS == 3 && type == Type::IQ2_XXS ? row.qe : row.q);
+}
 struct ActLayout {
-  size_t d, md, md_lo, md_hi, c, c_lo, c_hi;
-  ActLayout(const uint8_t* act, size_t n) {
+  ptrdiff_t d, md, md_lo, md_hi, c, c_lo, c_hi;
+  ActLayout(Type type, const void* act, size_t n) {
     const ActRow row = act_row(act, n);
-    auto at = [&](const void* part) { return size_t(static_cast<const uint8_t*>(part) - act); };
+    auto at = [&](const void* part) { return static_cast<const uint8_t*>(part) - tile_token(type, act, n); };
     d = at(row.d), md = at(row.md), md_lo = at(row.md_lo), md_hi = at(row.md_hi), c = at(row.c), c_lo = at(row.c_lo), c_hi = at(row.c_hi);
   }
 };
@@ -2782,8 +2779,7 @@ DS4_INLINE void multiply_block(const PanelBlock& p, const i8x64* w, size_t b, co
 
 // out[t][0 .. n_rows) = the panel's rows . x[t] for n <= kTileTokens tokens. acc[t][lane]: lane = block % 16, a vector of 16 rows.
 template <Kind kind, bool kSigned>
-static void multiply_panel(const PanelBlock* panel, size_t cols, const uint8_t* const* x, size_t n, int offset, float* const* out, size_t r, size_t n_rows) {
-  const ActLayout at(x[0], cols);
+static void multiply_panel(const PanelBlock* panel, size_t cols, const ActLayout& at, const uint8_t* const* x, size_t n, int offset, float* const* out, size_t r, size_t n_rows) {
   f32x16 acc[kTileTokens][16];
   for (size_t t = 0; t < n; t++)
     for (f32x16& a : acc[t]) a = zero();
@@ -2810,6 +2806,7 @@ static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* cons
   const size_t stripe = n > kTileTokens ? 4 : 1;                   // panels
   static thread_local AlignedBuffer<PanelBlock> panels;
   const RowReader reader(w.type, w.cols);
+  const ActLayout at(w.type, x[0], w.cols);
   auto build = build_panel<kind>;
 #if DS4_PASS == 3
   if (w.type == Type::IQ2_XXS) build = build_panel_lanes<BlockIQ2_XXS>;
@@ -2823,10 +2820,10 @@ static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* cons
     for (size_t t = 0; t < n; t += kTileTokens) {
       const uint8_t* rows[kTileTokens];
       const size_t nt = std::min(kTileTokens, n - t);
-      for (size_t i = 0; i < nt; i++) rows[i] = static_cast<const uint8_t*>(x[t + i]);
+      for (size_t i = 0; i < nt; i++) rows[i] = tile_token(w.type, x[t + i], w.cols);
       for (size_t k = 0; k < n_panels; k++) {
         const size_t row = r + k * kTileRows;
-        multiply_panel<kind, kSigned>(panels.data() + k * step, w.cols, rows, nt, kSigned ? 0 : reader.format->offset, out + t, row, std::min(kTileRows, r1 - row));
+        multiply_panel<kind, kSigned>(panels.data() + k * step, w.cols, at, rows, nt, kSigned ? 0 : reader.format->offset, out + t, row, std::min(kTileRows, r1 - row));
       }
     }
   }

@@ -919,8 +919,8 @@ DS4_INLINE i8x64 byte_of_word(i32x16 a, int i) {                   // byte i of 
   const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
   return {_mm512_shuffle_epi8(a.v, _mm512_add_epi8(first, _mm512_set1_epi8(char(i))))};
 }
-// acc + w . x for two words of each lane, w unsigned; with signs, bits 0-3 and 4-7 of their bytes, 0 < w < 2c stands for
-// +-(w - c): AVX-512 sums +-(w - c) + c, AVX2 (kSignsOfX) +-(w - c) itself.
+// acc + w . x for two words of each lane, w unsigned. With signs, bits 0-3 and 4-7 of their bytes: AVX2 (kSignsOfX) sums +-w;
+// for AVX-512 0 < w < 2c stands for +-(w - c), and it sums +-(w - c) + c.
 DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, const int8_t* x) {
   return {_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc.v, w[0].v, load512(x)), w[1].v, load512(x + 64))};
 }
@@ -1162,14 +1162,13 @@ DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, const int8_t* x) {
   return add(acc, r);
 }
 template <int c> DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, i8x64 signs, const int8_t* x) {
-  const __m256i low = _mm256_set1_epi32(0x08040201), high = _mm256_set1_epi32(int(0x80402010)), one = _mm256_set1_epi8(1), value = _mm256_set1_epi8(c - 1);
+  const __m256i low = _mm256_set1_epi32(0x10080402), high = _mm256_set1_epi32(int(0x80402010)), one = _mm256_set1_epi8(1);
   i32x16 r;
   DS4_UNROLL
   for (int i = 0; i < 2; i++) {
-    const __m256i s0 = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(signs.v[i], low), low), one);       // +-1
-    const __m256i s1 = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(signs.v[i], high), high), one);
-    const __m256i p0 = _mm256_maddubs_epi16(_mm256_and_si256(w[0].v[i], value), _mm256_sign_epi8(load256(x + 32 * i), s0));
-    const __m256i p1 = _mm256_maddubs_epi16(_mm256_and_si256(w[1].v[i], value), _mm256_sign_epi8(load256(x + 64 + 32 * i), s1));
+    const __m256i s = signs.v[i];                                  // below: 1 where positive, 1 - 2^k where negative
+    const __m256i p0 = _mm256_maddubs_epi16(w[0].v[i], _mm256_sign_epi8(load256(x + 32 * i), _mm256_sub_epi8(one, _mm256_and_si256(_mm256_add_epi8(s, s), low))));
+    const __m256i p1 = _mm256_maddubs_epi16(w[1].v[i], _mm256_sign_epi8(load256(x + 64 + 32 * i), _mm256_sub_epi8(one, _mm256_and_si256(s, high))));
     r.v[i] = _mm256_madd_epi16(_mm256_add_epi16(p0, p1), _mm256_set1_epi16(1));
   }
   return add(acc, r);
@@ -1905,6 +1904,7 @@ DS4_INLINE void read_grid(const BlockIQ1_M* a, const BlockIQ1_M* b, GridGroup& g
 template <class Block> struct GridType { static constexpr bool kScaled = false; };
 template <const auto& kTable, int kOff, int kNumbers, bool kTwoScales>
 struct GridTraits {
+  static constexpr const auto& table = kTable;
   static constexpr auto grid = kTable.data();
   static constexpr int kOffset = kOff, kStep = kNumbers;
   static constexpr bool kScaled = kTwoScales, kShifted = kOff == 9;   // shifted values instead of signs: IQ1
@@ -2287,6 +2287,13 @@ template <int kStep, class I> DS4_INLINE void grid_words(const uint32_t* grid, c
   };
   for (size_t h = 0; h < 2; h++) w[h] = join(entries(a + 2 * i + h), entries(b + 2 * i + h));
 }
+// A grid as dot_words wants it: AVX2 without the offset, where there are signs.
+template <class T, size_t n> constexpr std::array<T, n> minus_each(std::array<T, n> a, uint8_t v) {
+  for (T& entry : a) entry -= T(0x0101010101010101) * v;
+  return a;
+}
+template <class T> alignas(64) constexpr auto kRowGrid = minus_each(T::table, kSignsOfX && !T::kShifted ? T::kOffset : 0);
+
 // acc[t] += the 16 blocks of a and b, read into g, times the activations of token t from block `at` on, for n tokens.
 template <class Block>
 DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, const void* const* x, size_t cols, size_t at, size_t n, f32x16* acc) {
@@ -2304,7 +2311,7 @@ DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, con
   DS4_UNROLL
   for (size_t i = 0; i < 4; i++) {
     i8x64 w[2], s = {};
-    grid_words<T::kStep>(T::grid, ia, ib, i, w);
+    grid_words<T::kStep>(kRowGrid<T>.data(), ia, ib, i, w);
     if constexpr (!kBlockShift) s = byte_of_word(g.signs, int(i));
     if constexpr (T::kShifted && !kBlockShift) w[0] = add8(w[0], s), w[1] = add8(w[1], s);
     for (size_t t = 0; t < n; t++) {
@@ -2319,35 +2326,25 @@ DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, con
     acc[t] = a != b ? sum : first_of(sum, 8, acc[t]);
   }
 }
-// One place at a time: bound by arithmetic. Where numbers are put together, that is done a pair of blocks ahead: lookups that
-// wait for theirs fill the CPU's scheduler, and nothing behind them starts.
+// One place at a time: bound by arithmetic. Where numbers are put together they are first written down for several groups: lookups
+// that wait for theirs fill the CPU's scheduler, and nothing behind them starts.
 template <class Block, bool kOne>
 static void matmul_rows_grid(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
-  constexpr bool kPairAhead = !std::is_same_v<Block, BlockIQ2_XXS> && !std::is_same_v<Block, BlockIQ3_XXS>;
+  constexpr size_t kBatch = std::is_same_v<Block, BlockIQ2_XXS> || std::is_same_v<Block, BlockIQ3_XXS> ? 1 : 4;
   const size_t n = kOne ? 1 : n_tokens;
   const size_t n_blocks = w.cols / 256;
-  auto row_at = [&](size_t r) { return reinterpret_cast<const Block*>(w.data + r * w.stride); };
-  GridGroup g[2] = {};
-  size_t k = 0;
-  if (kPairAhead && r0 < r1) read_grid(row_at(r0), row_at(r0) + (1 < n_blocks), g[0]);
   Ahead<1> ahead(w.data + r0 * w.stride, 0);
   for (size_t r = r0; r < r1; r++) {
-    const Block *row = row_at(r), *next_row = row_at(std::min(r + 1, r1 - 1));
+    const Block* row = reinterpret_cast<const Block*>(w.data + r * w.stride);
     f32x16 acc[kMaxRowTokens];
     for (size_t t = 0; t < n; t++) acc[t] = zero();
-    for (size_t i = 0; i < n_blocks; i += 2) {
-      const Block *a = row + i, *b = a + (i + 1 < n_blocks);
-      ahead.ask((r - r0) * w.stride + (i + 2) * sizeof(Block));
-      if constexpr (kPairAhead) {
-        const bool last = i + 2 >= n_blocks;
-        const Block* next = last ? next_row : a + 2;
-        read_grid(next, next + ((last ? 1 : i + 3) < n_blocks), g[k ^ 1]);
-        add_grid(a, b, g[k], x, w.cols, 8 * i, n, acc);
-        k ^= 1;
-      } else {
-        read_grid(a, b, g[0]);
-        add_grid(a, b, g[0], x, w.cols, 8 * i, n, acc);
+    for (size_t i0 = 0; i0 < n_blocks; i0 += 2 * kBatch) {
+      GridGroup g[kBatch];
+      for (size_t k = 0, i = i0; k < kBatch && i < n_blocks; k++, i += 2) {
+        ahead.ask((r - r0) * w.stride + (i + 2) * sizeof(Block));
+        read_grid(row + i, row + i + (i + 1 < n_blocks), g[k]);
       }
+      for (size_t k = 0, i = i0; k < kBatch && i < n_blocks; k++, i += 2) add_grid(row + i, row + i + (i + 1 < n_blocks), g[k], x, w.cols, 8 * i, n, acc);
     }
     for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
   }

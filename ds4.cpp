@@ -640,6 +640,7 @@ struct ActRow {
 // What kernels keep on the stack, so what a model may have at most.
 constexpr uint32_t kMaxStreams = 16, kMaxIndexDim = 1024, kMaxRatio = 128, kMaxRot = 1024, kMaxGroups = 256;
 
+constexpr size_t kAttendHeads = 8;   // computed at once, at most
 // Attention of some query heads over one list of cached rows.
 struct AttendArgs {
   const float* q;                  // [n_head][dim], readable to 15 floats past its end
@@ -649,7 +650,7 @@ struct AttendArgs {
   bool plain;                      // rows are float32, else half
   const float* sinks;              // [n_head]
   float scale;
-  float* scores;                   // scratch, 4 * align_up(n_rows, 16)
+  float* scores;                   // scratch, kAttendHeads * align_up(n_rows, 16)
   float* out;                      // [n_head][dim]
 };
 
@@ -3141,6 +3142,11 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
 
 // -- attention ------------------------------------------------------------------
 
+// The heads of a tile, and its rows or vectors of values: as many sums as registers hold. 160 rows of 512, Gmac/s, AVX-512: 4 x 4
+// 58, 8 x 2 63, 8 x 3 66; AVX2: 4 x 4 30, 2 x 3 31, 2 x 2 35, 4 x 1 40.
+constexpr int kTileHeads = DS4_PASS == 3 ? 8 : 4, kTileWidth = DS4_PASS == 3 ? 3 : 1;
+static_assert(kTileHeads <= int(kAttendHeads), "scratch");
+
 template <bool kHalf>
 DS4_INLINE f32x16 load_row(const void* row, size_t k) {
   if constexpr (kHalf) return load_f16(static_cast<const uint16_t*>(row) + k);
@@ -3209,9 +3215,10 @@ static inline void value_tile(const float* p, size_t stride, const float* norm, 
 template <bool kHalf, int kH>
 static inline void attend_heads(const AttendArgs& a, size_t h0) {
   const size_t stride = size_t(align_up(a.n_rows, 16)), padded = size_t(align_up(a.dim, 16));
+  constexpr int kWidth = kH == 1 ? 4 : kTileWidth;
   const float* q = a.q + h0 * a.dim;
   size_t i = 0;
-  for (; i + 4 <= a.n_rows; i += 4) score_tile<kHalf, kH, 4>(q, a.rows + i, a.dim, a.scale, a.scores + i, stride);
+  for (; i + kWidth <= a.n_rows; i += kWidth) score_tile<kHalf, kH, kWidth>(q, a.rows + i, a.dim, a.scale, a.scores + i, stride);
   for (; i < a.n_rows; i++) score_tile<kHalf, kH, 1>(q, a.rows + i, a.dim, a.scale, a.scores + i, stride);
   float norm[kH];
   for (int h = 0; h < kH; h++) {                 // softmax whose denominator also holds the sink
@@ -3231,7 +3238,7 @@ static inline void attend_heads(const AttendArgs& a, size_t h0) {
   }
   float* out = a.out + h0 * a.dim;
   size_t d = 0;
-  for (; d + 64 <= padded; d += 64) value_tile<kHalf, kH, 4>(a.scores, stride, norm, a.rows, a.n_rows, d, a.dim, out);
+  for (; d + 16 * kWidth <= padded; d += 16 * kWidth) value_tile<kHalf, kH, kWidth>(a.scores, stride, norm, a.rows, a.n_rows, d, a.dim, out);
   for (; d < padded; d += 16) value_tile<kHalf, kH, 1>(a.scores, stride, norm, a.rows, a.n_rows, d, a.dim, out);
 }
 
@@ -3240,7 +3247,7 @@ static inline void attend_heads(const AttendArgs& a, size_t h0) {
 template <bool kHalf>
 static void attend_rows(const AttendArgs& a) {
   size_t h = 0;
-  for (; h + 4 <= a.n_head; h += 4) attend_heads<kHalf, 4>(a, h);
+  for (; h + kTileHeads <= a.n_head; h += kTileHeads) attend_heads<kHalf, kTileHeads>(a, h);
   for (; h < a.n_head; h++) attend_heads<kHalf, 1>(a, h);
 }
 static void attend(const AttendArgs& a) noexcept { if (a.plain) attend_rows<false>(a); else attend_rows<true>(a); }
@@ -7851,7 +7858,7 @@ void LayerRunner::lay_out() {
   ws.pair_down = arena_.take<float*>(pairs);
   ws.max_rows = s.window + std::max(s.idx_top_k, options.ctx / 128 + 1);
   ws.thread_rows = arena_.take<const void*>(uint64_t(options.threads) * ws.max_rows);
-  ws.thread_scores = arena_.take<float>(uint64_t(options.threads) * 4 * align_up(ws.max_rows, 16));
+  ws.thread_scores = arena_.take<float>(uint64_t(options.threads) * kAttendHeads * align_up(ws.max_rows, 16));
   ws.thread_row = arena_.take<float>(uint64_t(options.threads) * std::max(s.head_dim, s.idx_dim));
 }
 
@@ -8214,7 +8221,7 @@ void LayerRunner::attend(uint32_t il, const Span& span, size_t t, uint32_t group
     kernels.rope(q + size_t(h + 1) * D - shape.n_rot, cs, 1.0f, shape.n_rot);
   }
   kernels.attend({q, heads, D, rows, n, options.plain_kv, w.sinks.data() + group * heads, 1.0f / std::sqrt(float(D)),
-                  ws.thread_scores + size_t(thread) * 4 * align_up(ws.max_rows, 16), o});
+                  ws.thread_scores + size_t(thread) * kAttendHeads * align_up(ws.max_rows, 16), o});
   for (uint32_t h = 0; h < heads; h++) kernels.rope(o + size_t(h + 1) * D - shape.n_rot, cs, -1.0f, shape.n_rot);
   quantize(ws.o, o_row);
 }

@@ -3142,10 +3142,9 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
 
 // -- attention ------------------------------------------------------------------
 
-// The heads of a tile, and its rows or vectors of values: as many sums as registers hold. 160 rows of 512, Gmac/s, AVX-512: 4 x 4
-// 58, 8 x 2 63, 8 x 3 66; AVX2: 4 x 4 30, 2 x 3 31, 2 x 2 35, 4 x 1 40.
-constexpr int kTileHeads = DS4_PASS == 3 ? 8 : 4, kTileWidth = DS4_PASS == 3 ? 3 : 1;
-static_assert(kTileHeads <= int(kAttendHeads), "scratch");
+// Tiles of kFloatRows heads, and kFloatTokens rows or vectors of values. 160 rows of 512, Gmac/s, AVX-512: 4 x 4 58, 8 x 2 63,
+// 8 x 3 66; AVX2: 4 x 4 30, 2 x 3 31, 2 x 2 35, 4 x 1 40.
+static_assert(kFloatRows <= int(kAttendHeads), "scratch");
 
 template <bool kHalf>
 DS4_INLINE f32x16 load_row(const void* row, size_t k) {
@@ -3215,7 +3214,7 @@ static inline void value_tile(const float* p, size_t stride, const float* norm, 
 template <bool kHalf, int kH>
 static inline void attend_heads(const AttendArgs& a, size_t h0) {
   const size_t stride = size_t(align_up(a.n_rows, 16)), padded = size_t(align_up(a.dim, 16));
-  constexpr int kWidth = kH == 1 ? 4 : kTileWidth;
+  constexpr int kWidth = kH == 1 ? 4 : kFloatTokens;
   const float* q = a.q + h0 * a.dim;
   size_t i = 0;
   for (; i + kWidth <= a.n_rows; i += kWidth) score_tile<kHalf, kH, kWidth>(q, a.rows + i, a.dim, a.scale, a.scores + i, stride);
@@ -3247,7 +3246,7 @@ static inline void attend_heads(const AttendArgs& a, size_t h0) {
 template <bool kHalf>
 static void attend_rows(const AttendArgs& a) {
   size_t h = 0;
-  for (; h + kTileHeads <= a.n_head; h += kTileHeads) attend_heads<kHalf, kTileHeads>(a, h);
+  for (; h + kFloatRows <= a.n_head; h += kFloatRows) attend_heads<kHalf, kFloatRows>(a, h);
   for (; h < a.n_head; h++) attend_heads<kHalf, 1>(a, h);
 }
 static void attend(const AttendArgs& a) noexcept { if (a.plain) attend_rows<false>(a); else attend_rows<true>(a); }
@@ -3367,11 +3366,12 @@ static inline void index_score_tile(const float* qt, const float* w, size_t widt
 // scores[c] = sum_h w[h] max(0, q_h . row_c) for n_rows rows; qt from index_query, w [align_up(n_head, 16)] zero-padded.
 template <bool kHalf>
 static void index_rows(const float* qt, const float* w, size_t width, const uint8_t* rows, size_t stride, size_t n_rows, size_t dim, float* scores) {
-  const void* p[6];
+  constexpr size_t kRows = DS4_PASS == 3 ? 6 : 2;                      // twice as many sums, in registers
+  const void* p[kRows];
   size_t i = 0;
-  for (; i + 6 <= n_rows; i += 6) {
-    for (size_t r = 0; r < 6; r++) p[r] = rows + (i + r) * stride;
-    index_score_tile<kHalf, 6>(qt, w, width, p, dim, scores + i);
+  for (; i + kRows <= n_rows; i += kRows) {
+    for (size_t r = 0; r < kRows; r++) p[r] = rows + (i + r) * stride;
+    index_score_tile<kHalf, kRows>(qt, w, width, p, dim, scores + i);
   }
   for (; i < n_rows; i++) { p[0] = rows + i * stride; index_score_tile<kHalf, 1>(qt, w, width, p, dim, scores + i); }
 }

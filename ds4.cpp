@@ -10192,6 +10192,18 @@ static Options parse_options(int argc, char** argv) {
   return o;
 }
 
+// Refuses what would silently do nothing: an option without the one it belongs to, a prompt beside a script's own.
+static void check_partners(const Options& o) {
+  const bool script = o.command == Command::script;
+  if (was_given(o, "--logprobs") && !o.json && o.command != Command::dump_logprobs)
+    fail_usage("--logprobs needs --json or --dump-logprobs");
+  for (const char* name : {"--no-bos", "--no-special"})
+    if (was_given(o, name) && !o.raw) fail_usage("%s needs --raw", name);
+  if (o.update && !script) fail_usage("--update needs --script");
+  for (const char* name : {"-p", "-f", "--prompt-tokens", "--messages"})
+    if (was_given(o, name) && script) fail_usage("%s and --script: a script has its own prompts", name);
+}
+
 // The option table as text: two columns, names padded.
 static std::string help_text() {
   std::string s =
@@ -11794,6 +11806,7 @@ constexpr char kCommit[] = "";
   if (o.command == Command::help) return write_out(help_text()), kExitOk;
   if (o.command == Command::version)
     return print_out("ds4 %s%s (%s)\n", kVersion, kCommit, Runtime::isa_names().c_str()), kExitOk;
+  check_partners(o);
   if (o.demo) apply_demo(o);
   Runtime rt(std::move(o));
   const Options& set = rt.options();

@@ -180,6 +180,18 @@ def test_bad_usage():
     fails(ds4(stdin=b""), 2, "empty")
 
 
+def test_options_that_need_another():
+    for args, *needles in ((["--logprobs", "3", "-p", "Hello"], "--logprobs needs --json or --dump-logprobs"), (["--no-bos", "-p", "Hello"], "--no-bos needs --raw"),
+                           (["--no-special", "--dump-tokens", "-p", "Hello"], "--no-special needs --raw"), (["--update", "-p", "Hello"], "--update needs --script")):
+        fails(ds4(*args), 2, *needles)
+    f = path("one.jsonl", '{"prompt": "Hello", "n": 1}\n')
+    for option, value in (("-p", "Hello"), ("--prompt", "Hello"), ("-f", f), ("--prompt-tokens", f), ("--messages", f)):
+        fails(ds4("--script", f, option, value), 2, "--script")
+    r = ds4("--script", f, "--json", "--logprobs", "1")
+    same((r.code, len(json.loads(r.out)["logprobs"])), (0, 1))
+    same(ds4("--help", "--update", "--no-bos", model=None).code, 0)
+
+
 def test_bad_input():
     fails(ds4("-p", "x", model=path("missing.gguf")), 1, "missing.gguf")
     fails(ds4("-p", "x", model=path("empty.gguf", b"")), 1, "empty.gguf")

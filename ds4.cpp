@@ -10624,6 +10624,8 @@ static void explain_finish(Runtime& rt, const Answer& a) {
       note("call %s: %s %s", call.id.c_str(), call.name.c_str(), call.arguments.dump().c_str());
   if (a.finish == Finish::context)
     note("ds4: the context of %u tokens is full, %zu of them the prompt's; %s", ctx, a.prompt_tokens, rt.session().room_for_more().c_str());
+  if (a.finish == Finish::length && !rt.options().json)
+    note("ds4: stopped after %zu token%s (-n)", a.tokens.size(), a.tokens.size() == 1 ? "" : "s");
   if (a.finish == Finish::loop) note("ds4: stopped: the answer repeats itself (--loop-stop)");
   if (a.finish == Finish::fault)
     print_error(format("numerical fault: none of the %u logits is finite; --check looks for broken weights", rt.model().shape.n_vocab));

@@ -137,6 +137,20 @@ def test_finish_reasons():
     same(r.code, 0)
 
 
+def test_the_end_by_length_is_announced():
+    r = ds4(*GREEDY, "-n", "3", "-p", "Hello")
+    same((r.code, r.out, r.err), (0, "Hello! How\n", "ds4: stopped after 3 tokens (-n)\n"))
+    same(ds4(*GREEDY, "-n", "1", "-p", "Hello").err, "ds4: stopped after 1 token (-n)\n")
+    same(ds4(*GREEDY, "-n", "10", "-p", "Hello").err, "")          # the tenth is the end of the turn
+    for args in (["-q"], ["--json"]):                              # JSON says it itself
+        same(ds4(*GREEDY, "-n", "3", *args, "-p", "Hello").err, "")
+    c = Chat(*OPTIONS, "-n", "3")
+    c.prompt()
+    holds("Hello! How\r\nds4: stopped after 3 tokens (-n)\r\n", c.say("Hello"))
+    c.send("\x04")
+    same(c.end(), 0)
+
+
 def test_loop_stop():
     j = json.loads(ds4("--raw", "--temp", "0", "--ignore-eos", "-n", "2000", "--loop-stop", "3", "--json", "-p", "Hello").out)
     assert j["finish"] in ("loop", "length"), j["finish"]

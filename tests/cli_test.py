@@ -23,6 +23,7 @@ ENV = {k: v for k, v in os.environ.items() if k not in ("DS4_MODEL", "NO_COLOR")
 ENV["TERM"] = "xterm-256color"
 TMP = tempfile.TemporaryDirectory(prefix="ds4-cli-")
 ENV["XDG_STATE_HOME"] = os.path.join(TMP.name, "state")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 GREEDY = ["--nothink", "--temp", "0"]
 
 
@@ -248,7 +249,7 @@ def test_help_and_version():
 
 def test_readme_lists_the_options():
     text = ds4("--help", model=None).out
-    with open(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md"), encoding="utf-8") as f:
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         holds(text[text.index("Model and machine"):text.index("\n\nExit codes")], f.read())
 
 
@@ -427,6 +428,16 @@ def test_script():
         holds(needle, o["why"])
     holds("margin there", out[6]["why"])
     holds("below", out[6]["why"])
+
+
+def test_readme_describes_scripts():
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        text = re.search(r"^### Scripts\n(.*?)^## ", f.read(), re.M | re.S).group(1)
+    r, out, _ = script([json.loads(line) for line in re.search(r"```\n(.*?)```", text, re.S).group(1).splitlines()])
+    same((r.code, [o["pass"] for o in out]), (0, [True] * 3))
+    with open(os.path.join(ROOT, "ds4.cpp"), encoding="utf-8") as f:
+        keys = re.search(r"kKeys\[\] = \{(.*?)\}", f.read(), re.S).group(1)
+    same(set(re.findall(r'"(\w+)"', keys)) - set(re.findall(r"`(\w+)`", text)), set(), "keys that are not described")
 
 
 def test_script_facts_are_lines():

@@ -161,6 +161,11 @@ static std::string vformat(const char* fmt, va_list args) {
   return s;
 }
 
+// "1 token", "2 tokens".
+[[maybe_unused]] static std::string counted(uint64_t n, const char* noun) {
+  return format("%llu %s%s", (unsigned long long)n, noun, n == 1 ? "" : "s");
+}
+
 // Throws Error with exit code 1 (bad input).
 [[noreturn]] [[maybe_unused]] __attribute__((format(printf, 1, 2))) static void fail(const char* fmt, ...) {
   va_list args;
@@ -10263,7 +10268,7 @@ class Runtime {
       warn_once(format("--ctx %u is more than the model's %llu tokens, which it is now", r.ctx, (unsigned long long)most));
     r = resolve(r, model().shape);
     if (r.threads > physical_cores())
-      warn_once(format("%d threads on %d cores: more threads than cores are slower", r.threads, physical_cores()));
+      warn_once(format("%d threads on %s: more threads than cores are slower", r.threads, counted(uint64_t(physical_cores()), "core").c_str()));
     return r;
   }
   Session& session() {
@@ -10273,9 +10278,9 @@ class Runtime {
     const RunOptions r = run_options();
     if (o_.verbose || g_streams.err_tty) {
       const MemoryPlan plan = memory_plan(model(), r);
-      note("%s: %s %s; context %u: %s cache, %s scratch; %d thread%s, %s", file().path().c_str(),
-           size_text(plan.weights).c_str(), o_.gguf.no_mmap ? "read" : "mapped", r.ctx, size_text(plan.cache).c_str(), size_text(plan.scratch).c_str(), r.threads,
-           r.threads == 1 ? "" : "s", r.kernels->name);
+      note("%s: %s %s; context %u: %s cache, %s scratch; %s, %s", file().path().c_str(),
+           size_text(plan.weights).c_str(), o_.gguf.no_mmap ? "read" : "mapped", r.ctx, size_text(plan.cache).c_str(), size_text(plan.scratch).c_str(),
+           counted(uint64_t(r.threads), "thread").c_str(), r.kernels->name);
     }
     open_session(r);
     return *session_;
@@ -10623,9 +10628,9 @@ static void explain_finish(Runtime& rt, const Answer& a) {
     for (const ToolCall& call : a.reply.calls)
       note("call %s: %s %s", call.id.c_str(), call.name.c_str(), call.arguments.dump().c_str());
   if (a.finish == Finish::context)
-    note("ds4: the context of %u tokens is full, %zu of them the prompt's; %s", ctx, a.prompt_tokens, rt.session().room_for_more().c_str());
+    note("ds4: the context of %s is full, %zu of them the prompt's; %s", counted(ctx, "token").c_str(), a.prompt_tokens, rt.session().room_for_more().c_str());
   if (a.finish == Finish::length && !rt.options().json)
-    note("ds4: stopped after %zu token%s (-n)", a.tokens.size(), a.tokens.size() == 1 ? "" : "s");
+    note("ds4: stopped after %s (-n)", counted(a.tokens.size(), "token").c_str());
   if (a.finish == Finish::loop) note("ds4: stopped: the answer repeats itself (--loop-stop)");
   if (a.finish == Finish::fault)
     print_error(format("numerical fault: none of the %u logits is finite; --check looks for broken weights", rt.model().shape.n_vocab));
@@ -10756,7 +10761,7 @@ static std::string token_difference(const Vocab& vocab, const Answer& a, const s
     vocab.append_bytes(ids[at], bytes);
     return format("%d %s", ids[at], Json(bytes).dump().c_str());
   };
-  if (at == SIZE_MAX) return format("tokens_out: %zu tokens, expected %zu", a.tokens.size(), expected.size());
+  if (at == SIZE_MAX) return format("tokens_out: %s, expected %zu", counted(a.tokens.size(), "token").c_str(), expected.size());
   std::string s = format("tokens_out[%zu]: %s, expected %s", at, shown(a.tokens).c_str(), shown(expected).c_str());
   s += format(" (margin there %.3f", double(a.difference_margin));
   if (std::isfinite(a.difference_gap)) s += format(", the expected token %.3f below", double(a.difference_gap));
@@ -11160,8 +11165,8 @@ class Chat {
     const MemoryPlan plan = memory_plan(rt_.model(), engine.options());
     tell("  model    %s, %s; cache %s, scratch %s", rt_.file().path().c_str(), Runtime::size_text(plan.weights).c_str(),
          Runtime::size_text(plan.cache).c_str(), Runtime::size_text(plan.scratch).c_str());
-    tell("  machine  %d threads, %s", engine.options().threads, engine.options().kernels->name);
-    tell("  context  %zu of %u tokens, %zu messages", state_.ids.size(), engine.ctx(), state_.messages.size());
+    tell("  machine  %s, %s", counted(uint64_t(engine.options().threads), "thread").c_str(), engine.options().kernels->name);
+    tell("  context  %zu of %s, %s", state_.ids.size(), counted(engine.ctx(), "token").c_str(), counted(state_.messages.size(), "message").c_str());
     const char* const kThinkNames[] = {"nothink", "think", "think-max"};
     const auto on_off = [](bool on) { return on ? "on" : "off"; };
     tell("  mode     %s, effort %s, keep-thinking %s, hide-think %s", kThinkNames[int(o_.think)],
@@ -11172,9 +11177,9 @@ class Chat {
          (unsigned long long)seed_, order.c_str());
     tell("           repeat-penalty %g, repeat-last-n %d, presence-penalty %g, frequency-penalty %g", double(s.repeat_penalty),
          s.repeat_last_n, double(s.presence), double(s.frequency));
-    tell("  answer   tokens %s, loop-stop %d, %zu stop texts, ignore-eos %s",
+    tell("  answer   tokens %s, loop-stop %d, %s, ignore-eos %s",
          o_.generate.max_tokens == INT64_MAX ? "unlimited" : std::to_string(o_.generate.max_tokens).c_str(),
-         o_.generate.loop_stop, o_.generate.stop.size(), on_off(o_.generate.ignore_eos));
+         o_.generate.loop_stop, counted(o_.generate.stop.size(), "stop text").c_str(), on_off(o_.generate.ignore_eos));
     if (o_.system) tell("  system   %s", o_.system->c_str());
     if (!tools_.is_null()) tell("  tools    %zu", tools_.size());
   }
@@ -11373,14 +11378,15 @@ static std::string inspect_text(const Json& j) {
   };
   out += "Model\n";
   for (const char* key : {"file", "name"}) line(key, j.find(key)->text());
-  line("size", size(*j.find("file_bytes")) + " in " + j.find("shards")->dump() + " file(s)");
+  line("size", size(*j.find("file_bytes")) + " in " + counted(uint64_t(j.find("shards")->as_int("shards")), "file"));
   line("tensors", j.find("tensors")->dump());
   section("Shape", *j.find("shape"));
   section("Tokenizer", *j.find("tokenizer"));
   out += "\nWeights\n";
-  for (const Json& t : j.find("types")->items())
-    line(t.find("role")->text(), format("%-8s %5s tensors %12s", t.find("type")->text().c_str(),
-                                        t.find("tensors")->dump().c_str(), size(*t.find("bytes")).c_str()));
+  for (const Json& t : j.find("types")->items()) {
+    const std::string count = t.find("tensors")->dump();
+    line(t.find("role")->text(), format("%-8s %5s tensor%s %12s", t.find("type")->text().c_str(), count.c_str(), count == "1" ? " " : "s", size(*t.find("bytes")).c_str()));
+  }
   line("weights per token", size(*j.find("bytes_per_token")));
   const Json& memory = *j.find("memory");
   out += "\nMemory for --ctx " + memory.find("ctx")->dump() + "\n";

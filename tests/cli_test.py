@@ -367,6 +367,8 @@ def test_inspect_and_check():
     for needle in ("layers", "Q8_0", "weights per token", "--ctx 1000", "cache"):
         holds(needle, r.out)
     holds("MB, mapped", r.out)
+    holds("MB in 1 file\n", r.out)
+    assert " 1 tensor " in r.out and " 1 tensors" not in r.out, r.out
     holds("MB, read", ds4("--inspect", "--no-mmap").out)
     j = json.loads(ds4("--inspect", "--json", "--ctx", "1000").out)
     same((j["shape"]["layers"], j["tokenizer"]["tokens"], j["memory"]["ctx"]), (6, 1536, 1000))
@@ -564,7 +566,7 @@ def test_chat_remembers_and_leaves():
 
 
 def test_chat_commands():
-    c = Chat(*OPTIONS)
+    c = Chat(*OPTIONS, "-t", "1")
     c.prompt()
     holds("unknown command", c.say("/nonsense"))
     holds("/regen", c.say("/help"))
@@ -584,6 +586,11 @@ def test_chat_commands():
     c.say("/set tokens unlimited")
     c.say("/set samplers temp,top-k")
     holds("samplers temp,top-k\r", c.say("/show"))
+    holds(", 0 stop texts,", c.say("/show"))
+    c.say("/set stop zzz")
+    got = c.say("/show")
+    holds(", 1 stop text,", got)
+    holds("  machine  1 thread, ", got)
     c.say("/set stop")
     c.say("/clear")
     holds("Hello!", c.say("Hello"))

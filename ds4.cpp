@@ -9667,7 +9667,10 @@ class LineEditor {
         std::fputc('\n', stderr);
         return Input::interrupt;
       }
-      if (c == EOF) return text.empty() ? Input::end : Input::line;
+      if (c == EOF) {
+        if (g_streams.in_tty) std::clearerr(stdin);                        // Ctrl-D ends a message here, not the terminal
+        return text.empty() ? Input::end : Input::line;
+      }
       if (c == '\n') return Input::line;
       text += char(c);
     }
@@ -9871,7 +9874,7 @@ class LineEditor {
 };
 
 // One message of the user. A line that starts with """ opens a block that ends with """ at the end of
-// a line; a line that ends in \ goes on with the next. End of input inside a block drops it.
+// a line; a line that ends in \ goes on with the next. End of input inside either leaves what there was in `text`.
 struct Message {
   Input input = Input::line;
   std::string text;
@@ -10904,8 +10907,15 @@ class Chat {
     greet();
     bool leaving = false;
     for (;;) {
-      const Message m = read_message(editor_, "> ");
-      if (m.input == Input::end) return kExitOk;
+      Message m = read_message(editor_, "> ");
+      if (m.input == Input::end) {
+        if (!m.block && m.text.empty()) return kExitOk;
+        m.text.resize(m.text.find_last_not_of('\n') + 1);
+        editor_.remember(m.text);
+        note("(not sent%s; Ctrl-D again leaves)", g_streams.editor && !m.text.empty() ? ": Up brings it back" : "");
+        leaving = false;
+        continue;
+      }
       if (m.input == Input::interrupt) {
         if (leaving && m.text.empty()) return kExitOk;
         leaving = m.text.empty();

@@ -658,10 +658,38 @@ def test_chat_multiline():
     assert tokens('"""/help"""') > 0
     c.send('   \r')
     c.prompt()                                                                     # white space sends nothing
-    c.send('"""abc\r')
+    c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_chat_end_of_input_inside_a_message():
+    """Ctrl-D drops an unfinished message, not the chat; Up has its text."""
+    c = Chat(*OPTIONS)
+    c.prompt()
+    c.say("My name is Clara.")
+    for begin in ('"""What is my name?\r', "What is my name?\\\r"):
+        c.send(begin)
+        c.expect("\\.\\.")
+        c.send("\x04")
+        holds("(not sent: Up brings it back; Ctrl-D again leaves)\r\n", c.prompt())
+        holds("Clara", c.say("\x1b[A"))
+    c.send('"""\r')
     c.expect("\\.\\.")
     c.send("\x04")
-    same(c.end(), 0)                                                               # end of input inside a block
+    holds("(not sent; Ctrl-D again leaves)\r\n", c.prompt())
+    c.send("\x04")
+    same(c.end(), 0)
+    c = Chat(*OPTIONS, env={"TERM": "dumb"})
+    c.expect("> ")
+    c.send('"""abc\n')
+    c.expect("\\.\\.")
+    c.send("\x04")
+    c.expect("\\(not sent; Ctrl-D again leaves\\)\r\n> ")
+    c.send("Hello\n")
+    c.expect("today\\?\r\n")
+    c.expect("> ")
+    c.send("\x04")
+    same(c.end(), 0)
 
 
 def test_chat_interrupts():

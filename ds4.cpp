@@ -9417,6 +9417,28 @@ class InterruptScope {
   struct sigaction before_ {};
 };
 
+// While one of these lives, being continued after a stop (fg after Ctrl-Z, SIGCONT from anywhere) ends a read of the
+// terminal, so that the line is drawn again.
+class ContinueScope {
+ public:
+  ContinueScope() {
+    struct sigaction action{};
+    action.sa_handler = [](int) { continued_ = true; };
+    sigemptyset(&action.sa_mask);                    // no SA_RESTART
+    sigaction(SIGCONT, &action, &before_);
+    take();
+  }
+  ~ContinueScope() { sigaction(SIGCONT, &before_, nullptr); }
+  ContinueScope(const ContinueScope&) = delete;
+  ContinueScope& operator=(const ContinueScope&) = delete;
+  // True if the process was continued since the last call.
+  static bool take() { return continued_.exchange(false); }
+
+ private:
+  static inline std::atomic<bool> continued_{false};
+  struct sigaction before_ {};
+};
+
 // -- progress ----
 
 // "reading 512/1234 tokens, 31.2 t/s, 23 s left" on one line of a terminal's stderr, at most ten
@@ -9592,6 +9614,7 @@ class LineEditor {
   Input read(const std::string& prompt, std::string& text) {
     text.clear();
     if (!g_streams.editor) return read_plain(prompt, text);
+    const ContinueScope continues;
     RawMode raw;
     prompt_ = prompt;
     prompt_columns_ = 0;
@@ -9612,22 +9635,24 @@ class LineEditor {
   // The terminal in raw mode with bracketed paste for as long as this lives.
   class RawMode {
    public:
-    RawMode() { enter(); }
+    RawMode() {
+      tcgetattr(STDIN_FILENO, &before_);
+      struct sigaction action{};
+      action.sa_handler = [](int) {};                  // a resize ends the read, so the line is drawn again
+      sigemptyset(&action.sa_mask);
+      sigaction(SIGWINCH, &action, nullptr);
+      enter();
+    }
     ~RawMode() { leave(); }
     RawMode(const RawMode&) = delete;
     RawMode& operator=(const RawMode&) = delete;
     void enter() {
-      tcgetattr(STDIN_FILENO, &before_);
       termios raw = before_;
       raw.c_iflag &= ~tcflag_t(BRKINT | ICRNL | INPCK | ISTRIP | IXON);
       raw.c_lflag &= ~tcflag_t(ECHO | ICANON | IEXTEN | ISIG);
       raw.c_cc[VMIN] = 1;
       raw.c_cc[VTIME] = 0;
-      tcsetattr(STDIN_FILENO, TCSADRAIN, &raw);
-      struct sigaction action{};
-      action.sa_handler = [](int) {};                  // a resize ends the read, so the line is drawn again
-      sigemptyset(&action.sa_mask);
-      sigaction(SIGWINCH, &action, nullptr);
+      while (tcsetattr(STDIN_FILENO, TCSADRAIN, &raw) != 0 && errno == EINTR) {}      // bg, then fg: stopped and continued in here
       write_out("\x1b[?2004h");
     }
     void leave() {
@@ -9658,11 +9683,14 @@ class LineEditor {
 
   Input read_plain(const std::string& prompt, std::string& text) {
     if (g_streams.in_tty) std::fprintf(stderr, "%s", prompt.c_str());
+    std::optional<ContinueScope> continues;
+    if (g_streams.in_tty) continues.emplace();
     for (;;) {
       errno = 0;
       const int c = std::fgetc(stdin);
       if (c == EOF && errno == EINTR) {
         std::clearerr(stdin);
+        if (continues && ContinueScope::take()) std::fprintf(stderr, "%s", prompt.c_str());
         if (!InterruptScope::take()) continue;
         std::fputc('\n', stderr);
         return Input::interrupt;
@@ -9819,8 +9847,12 @@ class LineEditor {
           write_out("\r\n");
           raw.leave();
           raise(SIGTSTP);
+          ContinueScope::take();
           raw.enter();
           drawn_row_ = 0;
+          break;
+        case kRedraw:
+          if (ContinueScope::take()) raw.enter(), drawn_row_ = 0;      // the shell had the terminal meanwhile
           break;
         case kPaste: paste(); break;
         default:

@@ -718,6 +718,36 @@ def test_chat_interrupts():
     same(c.end(), 0)
 
 
+def test_chat_draws_the_prompt_again_after_a_stop():
+    def stop_and_continue(c):
+        time.sleep(0.2)                                                            # until it reads again
+        os.kill(c.pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(c.pid, os.WUNTRACED)[1])
+        time.sleep(0.05)
+        modes = termios.tcgetattr(c.fd)                                            # as a shell would leave the terminal
+        modes[3] |= termios.ECHO | termios.ICANON
+        termios.tcsetattr(c.fd, termios.TCSANOW, modes)
+        c.seen = ""
+        os.kill(c.pid, signal.SIGCONT)
+    c = Chat(*OPTIONS)
+    c.prompt()
+    c.send("What is 12 + 7")
+    c.expect(re.escape("What is 12 + 7\r\x1b[16C"))
+    stop_and_continue(c)
+    c.expect(re.escape("\x1b[?2004h\r\x1b[J> What is 12 + 7\r\x1b[16C"))
+    holds("19", c.say("?"))
+    c.send("\x04")
+    same(c.end(), 0)
+    c = Chat(*OPTIONS, env={"TERM": "dumb"})
+    c.expect("> ")
+    stop_and_continue(c)
+    c.expect("> ")
+    c.send("Hello\n")
+    c.expect("today")
+    c.send("\x04")
+    same(c.end(), 0)
+
+
 def test_chat_history_file():
     c = Chat(*OPTIONS)
     c.prompt()

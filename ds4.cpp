@@ -629,7 +629,7 @@ struct ActRow {
   const float* d;                    // [n_pad / 32]
   const float *md, *md_lo, *md_hi;   // [n_pad / 32] -d * (sum of q over the 32, its first 16, its last 16)
   const int32_t *c, *c_lo, *c_hi;    // [n_pad / 32] -128 * (the same sums)
-  // AVX-512 only: q with the bytes t, 8 + t, 16 + t, 24 + t of a block at 4t, and that as qt is of q.
+  // For IQ2_XXS, written by AVX-512 only: byte 4t + i of a block of qe is byte 8i + t of its q; qet is to qe as qt is to q.
   const int8_t *qe, *qet;            // [n_pad]
 };
 [[maybe_unused]] static inline size_t act_bytes(size_t n) { return size_t(align_up(n, 512)) / 32 * (4 * 32 + 7 * 4); }
@@ -645,7 +645,9 @@ struct ActRow {
 // What kernels keep on the stack, so what a model may have at most.
 constexpr uint32_t kMaxStreams = 16, kMaxIndexDim = 1024, kMaxRatio = 128, kMaxRot = 1024, kMaxGroups = 256;
 
-constexpr size_t kAttendHeads = 8;   // computed at once, at most
+// Heads that `attend` computes at once, at most: rows of its scratch.
+constexpr size_t kAttendHeads = 8;
+
 // Attention of some query heads over one list of cached rows.
 struct AttendArgs {
   const float* q;                  // [n_head][dim], readable to 15 floats past its end
@@ -668,7 +670,7 @@ struct Kernels {
   // act = x[n] quantised per 32 (any n): d = amax / 127, q = nearest even of x / d.
   void (*quantize)(const float* x, void* act, size_t n);
   // out[t][r] = row r of w . x[t] for r0 <= r < r1, t < n; a result never depends on n, r0 or r1.
-  // x: activation rows of w.cols elements; w: any type but F32, F16, BF16.
+  // x: activation rows of w.cols elements, from the same ISA's quantize; w: any type but F32, F16, BF16.
   void (*matmul_int8)(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n);
   // The same with float activations; w: any type but I32, quantised ones dequantised exactly.
   void (*matmul_float)(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n);
@@ -756,7 +758,7 @@ template <class I> DS4_INLINE __m256i grid4_half(const uint32_t* grid, const I* 
 #if DS4_PASS == 3   // -- AVX-512 with VNNI and VBMI (Ice Lake, Zen 4 and later) ----
 
 constexpr int kBias = 128;           // vpdpbusd multiplies unsigned by signed bytes
-constexpr int kFloatRows = 8, kFloatTokens = 3;
+constexpr int kFloatRows = 8, kFloatTokens = 3;   // a tile of sums that fits into registers: float products, attention
 struct f32x16 { __m512 v; };
 struct i32x16 { __m512i v; };
 struct i8x64 { __m512i v; };
@@ -1910,8 +1912,7 @@ DS4_INLINE void read_grid(const BlockIQ1_M* a, const BlockIQ1_M* b, GridGroup& g
 template <class Block> struct GridType { static constexpr bool kScaled = false; };
 template <const auto& kTable, int kOff, int kNumbers, bool kTwoScales>
 struct GridTraits {
-  static constexpr const auto& table = kTable;
-  static constexpr auto grid = kTable.data();
+  static constexpr auto& table = kTable;
   static constexpr int kOffset = kOff, kStep = kNumbers;
   static constexpr bool kScaled = kTwoScales, kShifted = kOff == 9;   // shifted values instead of signs: IQ1
 };
@@ -1941,7 +1942,7 @@ static void unpack_grid(const uint8_t* p, size_t n, Group& g) {
     const auto* at = grid_index(b + i, r, i);
     for (size_t j = 0; j < 4; j++, at += 2 * T::kStep) {
       const uint8_t* signs = g.s + 32 * i + 8 * j;
-      const i8x64 v = grid_values(T::grid, at, at + T::kStep);
+      const i8x64 v = grid_values(T::table.data(), at, at + T::kStep);
       store8(g.q + 256 * i + 64 * j, T::kShifted ? add8(v, repeat8(signs)) : reflect_where(v, signs, 2 * T::kOffset));
     }
   }
@@ -2242,7 +2243,7 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 
 #if DS4_PASS >= 2
 // -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
-// Word t of lane l is values 4t .. 4t + 3 of block l: the products need no sum across lanes. For the types with a grid, TQ1_0
+// Word t of lane l is values 4t .. 4t + 3 of block l (IQ2_XXS on AVX-512: t, 8 + t, 16 + t, 24 + t): the products need no sum across lanes. For the types with a grid, TQ1_0
 // and those with the most weights; the numbers are those of the Group form, so the results are too.
 
 DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
@@ -2298,7 +2299,11 @@ template <class T, size_t n> constexpr std::array<T, n> minus_each(std::array<T,
   for (T& entry : a) entry -= T(0x0101010101010101) * v;
   return a;
 }
-template <class T> alignas(64) constexpr auto kRowGrid = minus_each(T::table, kSignsOfX && !T::kShifted ? T::kOffset : 0);
+template <class T> alignas(64) constexpr auto kPlainGrid = minus_each(T::table, T::kOffset);
+template <class T> DS4_INLINE auto row_grid() {
+  if constexpr (kSignsOfX && !T::kShifted) return kPlainGrid<T>.data();
+  else return T::table.data();
+}
 
 // acc[t] += the 16 blocks of a and b, read into g, times the activations of token t from block `at` on, for n tokens.
 template <class Block>
@@ -2317,7 +2322,7 @@ DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, con
   DS4_UNROLL
   for (size_t i = 0; i < 4; i++) {
     i8x64 w[2], s = {};
-    grid_words<T::kStep>(kRowGrid<T>.data(), ia, ib, i, w);
+    grid_words<T::kStep>(row_grid<T>(), ia, ib, i, w);
     if constexpr (!kBlockShift) s = byte_of_word(g.signs, int(i));
     if constexpr (T::kShifted && !kBlockShift) w[0] = add8(w[0], s), w[1] = add8(w[1], s);
     for (size_t t = 0; t < n; t++) {
@@ -2730,11 +2735,12 @@ static void build_panel_lanes(const Matrix& w, size_t r, size_t r1, const RowRea
 }
 #endif
 
-// Tokens of a tile are passed as where their q is, or qe for IQ2_XXS panels; from there the other parts lie so many bytes off.
+// A token of a tile is passed as where its q is, for panels of IQ2_XXS its qe.
 DS4_INLINE const uint8_t* tile_token(Type type, const void* act, size_t n) {
   const ActRow row = act_row(act, n);
   return reinterpret_cast<const uint8_t*>(DS4_PASS == 3 && type == Type::IQ2_XXS ? row.qe : row.q);
 }
+// Where the other parts of any ActRow of n elements lie, in bytes from its tile_token.
 struct ActLayout {
   ptrdiff_t d, md, md_lo, md_hi, c, c_lo, c_hi;
   ActLayout(Type type, const void* act, size_t n) {
@@ -3147,7 +3153,7 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
 
 // -- attention ------------------------------------------------------------------
 
-// Tiles of kFloatRows heads, and kFloatTokens rows or vectors of values. 160 rows of 512, Gmac/s, AVX-512: 4 x 4 58, 8 x 2 63,
+// Tiles of kFloatRows heads, and kFloatTokens rows or vectors of values; heads left over one at a time. 160 rows of 512, Gmac/s, AVX-512: 4 x 4 58, 8 x 2 63,
 // 8 x 3 66; AVX2: 4 x 4 30, 2 x 3 31, 2 x 2 35, 4 x 1 40.
 static_assert(kFloatRows <= int(kAttendHeads), "scratch");
 
@@ -3371,7 +3377,7 @@ static inline void index_score_tile(const float* qt, const float* w, size_t widt
 // scores[c] = sum_h w[h] max(0, q_h . row_c) for n_rows rows; qt from index_query, w [align_up(n_head, 16)] zero-padded.
 template <bool kHalf>
 static void index_rows(const float* qt, const float* w, size_t width, const uint8_t* rows, size_t stride, size_t n_rows, size_t dim, float* scores) {
-  constexpr size_t kRows = DS4_PASS == 3 ? 6 : 2;                      // twice as many sums, in registers
+  constexpr size_t kRows = DS4_PASS == 3 ? 6 : 2;                  // 2 kRows sums: on AVX2 six rows would take 24 of 16 registers
   const void* p[kRows];
   size_t i = 0;
   for (; i + kRows <= n_rows; i += kRows) {
@@ -3910,6 +3916,10 @@ class ThreadPool {
   }
 
   void work(int thread) {
+    sigset_t terminal;                           // these end a read of the thread that reads: it gets them
+    sigemptyset(&terminal);
+    for (int signal : {SIGINT, SIGCONT, SIGWINCH}) sigaddset(&terminal, signal);
+    pthread_sigmask(SIG_BLOCK, &terminal, nullptr);
     Worker& me = workers_[thread];
     for (uint64_t seen = 0; !quit_;) {
       me.parker.wait([&] { return quit_ || (job_ != seen && !me.benched); }, me.benched ? 0 : kSpin);
@@ -8444,8 +8454,8 @@ class Engine {
 };
 
 static MemoryPlan memory_plan(const Model& m, const RunOptions& o) {
-  const LayerRunner counted(m, resolve(o, m.shape), true);
-  return {m.file->file_bytes(), counted.cache.bytes(), counted.bytes()};
+  const LayerRunner sizes(m, resolve(o, m.shape), true);
+  return {m.file->file_bytes(), sizes.cache.bytes(), sizes.bytes()};
 }
 
 size_t Engine::eval(const int32_t* tokens, size_t n, float* all_logits, const std::atomic<bool>* stop, const std::function<void(size_t)>& progress) {
@@ -9652,15 +9662,18 @@ class LineEditor {
       raw.c_lflag &= ~tcflag_t(ECHO | ICANON | IEXTEN | ISIG);
       raw.c_cc[VMIN] = 1;
       raw.c_cc[VTIME] = 0;
-      while (tcsetattr(STDIN_FILENO, TCSADRAIN, &raw) != 0 && errno == EINTR) {}      // bg, then fg: stopped and continued in here
+      set(raw);
       write_out("\x1b[?2004h");
     }
     void leave() {
       (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
-      tcsetattr(STDIN_FILENO, TCSADRAIN, &before_);
+      set(before_);
     }
 
    private:
+    static void set(const termios& modes) {
+      while (tcsetattr(STDIN_FILENO, TCSADRAIN, &modes) != 0 && errno == EINTR) {}    // bg, then fg: stopped and continued in here
+    }
     termios before_{};
   };
 
@@ -9818,6 +9831,7 @@ class LineEditor {
 
   Input edit(RawMode& raw) {
     for (;;) {
+      if (ContinueScope::take()) raw.enter(), drawn_row_ = 0;          // the shell had the terminal meanwhile
       if (!input_waits()) draw();
       const int key = read_key();
       switch (key) {
@@ -9850,9 +9864,6 @@ class LineEditor {
           ContinueScope::take();
           raw.enter();
           drawn_row_ = 0;
-          break;
-        case kRedraw:
-          if (ContinueScope::take()) raw.enter(), drawn_row_ = 0;      // the shell had the terminal meanwhile
           break;
         case kPaste: paste(); break;
         default:
@@ -10943,7 +10954,7 @@ class Chat {
       if (m.input == Input::end) {
         if (!m.block && m.text.empty()) return kExitOk;
         m.text.resize(m.text.find_last_not_of('\n') + 1);
-        editor_.remember(m.text);
+        editor_.remember(m.block && m.text[0] == '/' ? "\"\"\"" + m.text : m.text);       // no command
         note("(not sent%s; Ctrl-D again leaves)", g_streams.editor && !m.text.empty() ? ": Up brings it back" : "");
         leaving = false;
         continue;

@@ -720,7 +720,12 @@ def test_chat_interrupts():
 
 def test_chat_draws_the_prompt_again_after_a_stop():
     def stop_and_continue(c):
-        time.sleep(0.2)                                                            # until it reads again
+        for _ in range(500):                                                       # until it reads again
+            time.sleep(0.01)
+            with open("/proc/%d/stat" % c.pid) as f:
+                if f.read().rpartition(")")[2].split()[0] == "S":
+                    break
+        time.sleep(0.05)
         os.kill(c.pid, signal.SIGSTOP)
         assert os.WIFSTOPPED(os.waitpid(c.pid, os.WUNTRACED)[1])
         time.sleep(0.05)

@@ -177,8 +177,13 @@ TEST_P(KernelsTest, QuantizesAsDefined) {
     GetParam()->quantize(x.data(), act.data(), n);
     scalar::kernels.quantize(x.data(), ref.data(), n);
     const ActRow row = act_row(act.data(), n);
-    const auto same = static_cast<size_t>(reinterpret_cast<const uint8_t*>(row.qe) - act.data());
-    EXPECT_EQ(std::memcmp(act.data(), ref.data(), same), 0) << n;
+    EXPECT_EQ(std::memcmp(act.data(), ref.data(), size_t(reinterpret_cast<const uint8_t*>(row.qe) - act.data())), 0) << n;
+    if (std::string_view(GetParam()->name) == "avx512")
+      for (size_t i = 0; i < size_t(align_up(n, 512)); i++) {
+        const size_t b = i / 32, t = i % 8, entry = i % 32 / 8;
+        EXPECT_EQ(row.qe[32 * b + 4 * t + entry], row.q[i]);
+        EXPECT_EQ(row.qet[b / 16 * 512 + 64 * t + b % 16 * 4 + entry], row.q[i]);
+      }
     for (size_t i = 0; i < size_t(align_up(n, 512)); i++) {
       const double v = i < n ? double(x[i]) : 0.0;
       EXPECT_LE(std::fabs(v - double(row.d[i / 32]) * row.q[i]), double(row.d[i / 32]) * 0.50001 + 1e-36) << i;
@@ -210,7 +215,7 @@ TEST_P(KernelsTest, Int8DotWithinBound) {
 // Decode and tile shapes, row ranges, tails: all bits as scalar's one row and one token at a time.
 void expect_same_products(const Kernels& k, const TestMatrix& w, size_t n_tokens, bool exact) {
   const auto tokens = random_tokens(n_tokens, w.m.cols, w.m.cols + n_tokens);
-  const Acts ref_acts(scalar::kernels, tokens), acts(k, tokens);
+  const Acts acts(k, tokens);
   std::vector<std::vector<float>> want(n_tokens);
   for (size_t t = 0; t < n_tokens; t++) {
     Acts one(scalar::kernels, {tokens[t]});
@@ -234,7 +239,7 @@ void expect_same_products(const Kernels& k, const TestMatrix& w, size_t n_tokens
 TEST_P(KernelsTest, ProductsAsScalar) {
   for (Type t : kQuantTypes) {
     const uint32_t block = type_info(t).block_elems;
-    for (auto [cols, rows, tokens] : {std::array<uint32_t, 3>{block, 5, 6}, {block * 3, 17, 40}, {std::max(block, 128u) * 5, 35, 18}, {8192, 9, 5}}) {
+    for (auto [cols, rows, tokens] : {std::array<uint32_t, 3>{block, 5, 6}, {block * 3, 17, 40}, {std::max(block, 128u) * 5, 35, 18}, {block * 11, 5, 9}, {8192, 9, 5}}) {
       TestMatrix w(t, rows, cols);
       fill_random(w, cols + rows);
       expect_same_products(*GetParam(), w, tokens, false);
@@ -266,7 +271,7 @@ TEST_P(KernelsTest, ExtremeBlocksAsScalar) {
           for (size_t i = 0; i < w.bytes.size(); i += info.block_bytes)
             for (size_t o : scale_offsets(t)) std::memcpy(&w.bytes[i + o], &h, 2);
         }
-        expect_same_products(*GetParam(), w, 6, false);
+        expect_same_products(*GetParam(), w, 9, false);
         std::vector<float> a(cols), b(cols);
         scalar::kernels.dequantize(t, w.m.data, a.data(), cols);
         GetParam()->dequantize(t, w.m.data, b.data(), cols);
@@ -274,6 +279,61 @@ TEST_P(KernelsTest, ExtremeBlocksAsScalar) {
       }
     }
   }
+}
+
+// Every count of heads and rows: as one head at a time on scalar.
+TEST_P(KernelsTest, AttendsAsScalar) {
+  for (bool plain : {false, true})
+    for (size_t dim : {16, 40, 96, 160, 512})
+      for (size_t n_rows : {1, 2, 3, 4, 7, 16, 17, 50}) {
+        constexpr size_t kHeads = 19;
+        const size_t width = size_t(align_up(n_rows, 16));
+        const auto queries = random_tokens(1, kHeads * dim + 15, dim + n_rows)[0];
+        const auto values = random_tokens(n_rows, size_t(align_up(dim, 16)), dim * n_rows + 1);
+        std::vector<std::vector<uint16_t>> halves(n_rows);
+        std::vector<const void*> rows;
+        for (size_t i = 0; i < n_rows; i++) {
+          for (size_t k = 0; k < values[i].size(); k++) halves[i].push_back(k < dim ? f32_to_f16(values[i][k]) : uint16_t(0));
+          rows.push_back(plain ? static_cast<const void*>(values[i].data()) : halves[i].data());
+        }
+        const std::vector<float> sinks = random_tokens(1, kHeads, 7)[0];
+        auto attend = [&](const Kernels& k, size_t first, size_t n) {
+          std::vector<float> scores(kAttendHeads * width), out(n * dim);
+          k.attend({queries.data() + first * dim, n, dim, rows.data(), n_rows, plain, sinks.data() + first, 0.1f, scores.data(), out.data()});
+          return out;
+        };
+        std::vector<float> want;
+        for (size_t h = 0; h < kHeads; h++) {
+          const auto one = attend(scalar::kernels, h, 1);
+          want.insert(want.end(), one.begin(), one.end());
+        }
+        for (size_t n : {1, 2, 5, 8, 9, 19}) {
+          const auto got = attend(*GetParam(), 0, n);
+          EXPECT_EQ(count_different(got, {want.begin(), want.begin() + ptrdiff_t(n * dim)}), 0u) << "plain " << plain << " dim " << dim << " rows " << n_rows << " heads " << n;
+        }
+      }
+}
+
+TEST_P(KernelsTest, ScoresIndexRowsAsScalar) {
+  constexpr size_t kDim = 128, kRows = 13;
+  for (bool plain : {false, true})
+    for (size_t n_head : {1, 16, 24, 64}) {
+      const size_t width = size_t(align_up(n_head, 16));
+      const auto q = random_tokens(1, n_head * kDim, n_head)[0], values = random_tokens(1, kRows * kDim, 3)[0];
+      std::vector<float> weights = random_tokens(1, n_head, 5)[0], want(kRows), qt(width * kDim);
+      weights.resize(width);
+      std::vector<uint16_t> halves;
+      for (float v : values) halves.push_back(f32_to_f16(v));
+      const uint8_t* rows = plain ? reinterpret_cast<const uint8_t*>(values.data()) : reinterpret_cast<const uint8_t*>(halves.data());
+      const size_t stride = kDim * (plain ? sizeof(float) : sizeof(uint16_t));
+      scalar::kernels.index_query(q.data(), n_head, kDim, plain, qt.data());
+      for (size_t i = 0; i < kRows; i++) scalar::kernels.index_scores(qt.data(), weights.data(), n_head, rows + i * stride, stride, 1, kDim, plain, &want[i]);
+      for (size_t n = 1; n <= kRows; n++) {
+        std::vector<float> got(n);
+        GetParam()->index_scores(qt.data(), weights.data(), n_head, rows, stride, n, kDim, plain, got.data());
+        EXPECT_EQ(count_different(got, {want.begin(), want.begin() + ptrdiff_t(n)}), 0u) << "plain " << plain << " heads " << n_head << " rows " << n;
+      }
+    }
 }
 
 }  // namespace

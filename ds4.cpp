@@ -10243,7 +10243,8 @@ static Options parse_options(int argc, char** argv) {
   return o;
 }
 
-// Refuses what would silently do nothing: an option without the one it belongs to, a prompt beside a script's own.
+// Refuses what would silently do nothing: an option without the one it belongs to, a prompt beside a script's own. What a
+// script merely does not use (-sys, --tools) is ignored.
 static void check_partners(const Options& o) {
   const bool script = o.command == Command::script;
   if (was_given(o, "--logprobs") && !o.json && o.command != Command::dump_logprobs)

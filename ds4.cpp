@@ -2243,8 +2243,9 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 
 #if DS4_PASS >= 2
 // -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
-// Word t of lane l is values 4t .. 4t + 3 of block l (IQ2_XXS on AVX-512: t, 8 + t, 16 + t, 24 + t): the products need no sum across lanes. For the types with a grid, TQ1_0
-// and those with the most weights; the numbers are those of the Group form, so the results are too.
+// Word t of lane l is values 4t .. 4t + 3 of block l (IQ2_XXS on AVX-512: t, 8 + t, 16 + t, 24 + t): the products need no sum
+// across lanes. For the types with a grid, TQ1_0 and those with the most weights; the numbers are those of the Group form, so
+// the results are too.
 
 DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
 DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& g) {
@@ -3153,8 +3154,8 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
 
 // -- attention ------------------------------------------------------------------
 
-// Tiles of kFloatRows heads, and kFloatTokens rows or vectors of values; heads left over one at a time. 160 rows of 512, Gmac/s, AVX-512: 4 x 4 58, 8 x 2 63,
-// 8 x 3 66; AVX2: 4 x 4 30, 2 x 3 31, 2 x 2 35, 4 x 1 40.
+// Tiles of kFloatRows heads, and kFloatTokens rows or vectors of values; heads left over one at a time. 160 rows of 512, Gmac/s,
+// AVX-512: 4 x 4 58, 8 x 2 63, 8 x 3 66; AVX2: 4 x 4 30, 2 x 3 31, 2 x 2 35, 4 x 1 40. NEON is not measured.
 static_assert(kFloatRows <= int(kAttendHeads), "scratch");
 
 template <bool kHalf>

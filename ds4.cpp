@@ -7273,29 +7273,32 @@ class DsmlReader {
     return false;
   }
 
-  // Strict: ` name="NAME" string="true|false">VALUE` up to the first closing literal, which is spoilt by any other end.
   bool read_param(DsmlParam& p) {
-    const std::string_view closer = syn_.param_end.substr(1, syn_.param_end.size() - (strict_ ? 2 : 1));
+    if (strict_) return read_strict_param(p);
     std::string flag = "true";
-    if (!strict_ && !read_attributes(p.name, flag)) return false;
-    size_t n = rest_.find(closer);
-    while (!strict_ && n != rest_.npos && (n == 0 || rest_[n - 1] != '<')) n = rest_.find(closer, n + 1);
-    if (n == rest_.npos || n == 0 || rest_[n - 1] != '<') return false;
-    std::string_view value = rest_.substr(0, n - 1);
-    rest_.remove_prefix(n + closer.size());
-    if (strict_) {
-      constexpr std::string_view kName = " name=\"", kTrue = "\" string=\"true\">", kFalse = "\" string=\"false\">";
-      if (value.substr(0, kName.size()) != kName || !take(">")) return false;
-      value.remove_prefix(kName.size());
-      const size_t t = value.find(kTrue), f = value.find(kFalse);
-      if (t == f) return false;                                      // both npos
-      p.name = value.substr(0, std::min(t, f));
-      value.remove_prefix(p.name.size() + (t < f ? kTrue : kFalse).size());
-      if (f < t) flag = "false";
-    }
-    p.value = value;
+    if (!read_attributes(p.name, flag)) return false;
+    const size_t n = rest_.find(syn_.param_end);
+    if (n == rest_.npos) return false;
+    p.value = rest_.substr(0, n);
+    rest_.remove_prefix(n + syn_.param_end.size());
     p.is_string = flag == "true";
     return p.is_string || flag == "false";
+  }
+
+  // ` name="NAME" string="true|false">VALUE` up to the first closing literal; what only lacks its '<' or '>' spoils it.
+  bool read_strict_param(DsmlParam& p) {
+    constexpr std::string_view kTrue = "\" string=\"true\">", kFalse = "\" string=\"false\">";
+    if (!take(" name=\"")) return false;
+    const size_t n = rest_.find(syn_.param_end.substr(1, syn_.param_end.size() - 2));
+    if (n == rest_.npos || n == 0) return false;
+    const std::string_view value = rest_.substr(0, n - 1);
+    rest_.remove_prefix(n - 1);
+    const size_t t = value.find(kTrue), f = value.find(kFalse);
+    if (t == f || !take(syn_.param_end)) return false;               // t == f: both npos
+    p.is_string = t < f;
+    p.name = value.substr(0, std::min(t, f));
+    p.value = value.substr(p.name.size() + (t < f ? kTrue : kFalse).size());
+    return true;
   }
 
   // Tolerant: name="..." and string="..." in any order, up to a '>' that follows a quote. Nothing is escaped, so a
@@ -7303,7 +7306,7 @@ class DsmlReader {
   bool read_attributes(std::string& name, std::string& flag) {
     size_t end = rest_.find('>');
     while (end != rest_.npos && !ends_in_quote(rest_.substr(0, end))) end = rest_.find('>', end + 1);
-    if (end == rest_.npos) return false;
+    if (end == rest_.npos || rest_.find('<') < end) return false;    // a '<' begins another tag: this one never ended
     const std::string_view tag = rest_.substr(0, end);
     rest_.remove_prefix(end + 1);
     const size_t n = find_attribute(tag, "name=\""), s = find_attribute(tag, "string=\"");

@@ -492,6 +492,9 @@ TEST(ChatReply, ABlockThatIsNoCallIsText) {
   same("<tool_calls><parameter name=\"a\">1</parameter></tool_calls>");
   same("<tool_calls><invoke>\n<parameter name=\"a\">1</parameter></invoke></tool_calls>");
   same("<tool_calls></tool_calls>");
+  // A tag that never ends does not reach into the next ones.
+  same("<tool_calls><invoke name=\"f\"/><invoke name=\"g\"></invoke></tool_calls>");
+  same("<tool_calls><invoke name=\"f\"><parameter name=\"a\" string=true>v</parameter><parameter name=\"b\" string=\"false\">7</parameter></invoke></tool_calls>");
   // A real call after a quoted opener is still found.
   EXPECT_EQ(parse_reply("Write <｜DSML｜tool_calls>:\n\n" + kOneCall), "[|Write <｜DSML｜tool_calls>:|" + kOneCallJson + "|done]");
   EXPECT_EQ(parse_reply("<｜DSML｜tool_calls>" + kOneCall), "[|<｜DSML｜tool_calls>|" + kOneCallJson + "|done]");

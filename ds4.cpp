@@ -7418,6 +7418,7 @@ class ReplyParser {
   }
   bool done() const { return mode_ == Mode::kDone; }                  // a tool block is complete: stop generating
   bool in_reasoning() const { return mode_ == Mode::kReasoning; }
+  bool greedy() const { return mode_ == Mode::kBlock && gate_.greedy(); }      // inside the structure of a tool block
   const Reply& reply() const { return reply_; }
   // What came since the last call. Within the piece of one token, reasoning comes before text.
   std::string_view new_reasoning() { return fresh(reply_.reasoning, reasoning_seen_); }
@@ -9147,19 +9148,18 @@ class StopFilter {
 // Receives the pieces of an answer as they become certain.
 using ShowPiece = std::function<void(std::string_view piece, bool reasoning)>;
 
-// From sampled tokens to what the reader sees: parser, stop texts, and the gate that makes tool structure greedy.
+// From sampled tokens to what the reader sees: parser and stop texts.
 class ReplyStream {
  public:
   ReplyStream(const Vocab& vocab, const GenerateOptions& o, const ShowPiece& show)
-      : vocab_(vocab), options_(o), show_(show), parser_(o.thinking, o.tools, o.first_call), gate_(o.thinking), stops_(o.stop),
+      : vocab_(vocab), options_(o), show_(show), parser_(o.thinking, o.tools, o.first_call), stops_(o.stop),
         think_open_(vocab.find(kThinkText)), think_close_(vocab.find(kThinkEndText)) {}
-  bool greedy() const { return options_.tools && gate_.greedy(); }
+  bool greedy() const { return parser_.greedy(); }
   // True when the answer is complete: stop text or tool calls.
   bool feed(int32_t id) {
     bytes_.clear();
     vocab_.append_bytes(id, bytes_);
     if (!options_.parse) return pass_on(bytes_);
-    if (options_.tools) gate_.feed(bytes_);
     using Control = ReplyParser::Control;
     parser_.feed(bytes_, id == think_open_ ? Control::kThinkOpen : id == think_close_ ? Control::kThinkClose : Control::kNone);
     return pass_on_parsed() || parser_.done();
@@ -9198,7 +9198,6 @@ class ReplyStream {
   const GenerateOptions& options_;
   const ShowPiece& show_;
   ReplyParser parser_;
-  DsmlGate gate_;
   StopFilter stops_;
   int32_t think_open_, think_close_;
   bool stopped_ = false;

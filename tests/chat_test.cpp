@@ -500,6 +500,24 @@ TEST(ChatReply, ABlockThatIsNoCallIsText) {
   EXPECT_EQ(parse_reply("<｜DSML｜tool_calls>" + kOneCall), "[|<｜DSML｜tool_calls>|" + kOneCallJson + "|done]");
 }
 
+TEST(ChatReply, StructureIsGreedyAlsoAfterABrokenBlock) {
+  const auto greedy = [](const std::string& s, bool thinking = false, bool tools = true) {
+    ReplyParser p(thinking, tools);
+    p.feed(s);
+    return p.greedy();
+  };
+  const std::string cut = kOneCall.substr(0, kOneCall.find("name=\"a\""));
+  EXPECT_TRUE(greedy(cut));
+  EXPECT_FALSE(greedy(cut, true));
+  EXPECT_TRUE(greedy("hm</think>" + cut, true));
+  EXPECT_FALSE(greedy(cut, false, false));
+  EXPECT_FALSE(greedy(kOneCall.substr(0, kOneCall.find("x</"))));     // a string's body
+  EXPECT_FALSE(greedy(kOneCall));
+  EXPECT_FALSE(greedy("Write <｜DSML｜tool_calls>:"));
+  EXPECT_TRUE(greedy("Write <｜DSML｜tool_calls>:\n\n" + cut));
+  EXPECT_TRUE(greedy("<tool_calls></tool_calls>\n\n" + cut));
+}
+
 TEST(ChatReply, Reasoning) {
   EXPECT_EQ(parse_reply("a </thin b</think>\nc", true), "[a </thin b|\nc|[]]");
   EXPECT_EQ(parse_reply("never closed " + kOneCall, true), "[never closed " + kOneCall + "||[]]");

@@ -251,6 +251,16 @@ TEST(ReplyStream, StreamsReasoningTextAndCalls) {
   EXPECT_EQ(text, reply.text);
   ASSERT_EQ(reply.calls.size(), 1u);
   EXPECT_EQ(reply.calls[0].arguments.dump(), R"({"a": [1]})");
+
+  // A block that broke first takes nothing from the one that follows.
+  ids.clear();
+  run.tokenizer.encode_raw("Write <\uff5cDSML\uff5ctool_calls>:\n\n" + block, ids);
+  o.thinking = false;
+  ReplyStream second(run.vocab, o, {});
+  size_t greedy_again = 0;
+  for (n = 0; n < ids.size() && !second.feed(ids[n]); n++) greedy_again += second.greedy();
+  EXPECT_EQ(second.finish(), Finish::tool_calls);
+  EXPECT_GE(greedy_again, greedy);
 }
 
 TEST(Statistics, LineHasItsForm) {

@@ -9158,7 +9158,7 @@ class ReplyStream {
   // True when the answer is complete: stop text or tool calls.
   bool feed(int32_t id) {
     bytes_.clear();
-    vocab_.append_bytes(id, bytes_);
+    if (id != vocab_.eos) vocab_.append_bytes(id, bytes_);           // --ignore-eos goes on behind it; it is never shown
     if (!options_.parse) return pass_on(bytes_);
     using Control = ReplyParser::Control;
     parser_.feed(bytes_, id == think_open_ ? Control::kThinkOpen : id == think_close_ ? Control::kThinkClose : Control::kNone);

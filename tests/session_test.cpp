@@ -198,6 +198,8 @@ TEST(Session, EndsForEveryReason) {
   const Answer full = run.ask(ids, o);
   EXPECT_EQ(full.finish, Finish::context);
   EXPECT_EQ(full.prompt_tokens + full.tokens.size(), run.engine.ctx() + 1u);
+  EXPECT_GT(std::count(full.tokens.begin(), full.tokens.end(), run.vocab.eos), 0);
+  EXPECT_EQ(full.reply.text.find(kEosText), std::string::npos) << "the end of a turn is not text";
   o = {};
   o.stop = {"help you"};
   EXPECT_EQ(run.ask(ids, o).finish, Finish::stop_text);

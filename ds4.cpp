@@ -5996,10 +5996,7 @@ void Tokenizer::encode_chunks(const Chunk* chunks, size_t n, std::vector<int32_t
 // One piece of n >= 1 bytes: the cache, or the merges.
 void Tokenizer::encode_piece(const uint8_t* p, size_t n, std::vector<int32_t>& out) {
   if (n == 1) return out.push_back(vocab_.byte_id(*p));
-  if (n > kCacheKey) {
-    if (!encode_whole(p, n, out)) merge_piece(p, n, out);
-    return;
-  }
+  if (n > kCacheKey) return merge_piece(p, n, out);
   uint64_t key[4] = {};
   std::memcpy(key, p, n);
   key[3] |= uint64_t(n) << 56;
@@ -6011,7 +6008,7 @@ void Tokenizer::encode_piece(const uint8_t* p, size_t n, std::vector<int32_t>& o
     return;
   }
   const size_t before = out.size();
-  if (!encode_whole(p, n, out)) merge_piece(p, n, out);
+  merge_piece(p, n, out);
   if (out.size() - before > kCacheIds) return;
   std::memcpy(c.key, key, sizeof key);
   c.n = int32_t(out.size() - before);
@@ -6032,6 +6029,7 @@ bool Tokenizer::encode_whole(const uint8_t* p, size_t n, std::vector<int32_t>& o
 
 // Merges the pair of lowest rank, the leftmost of equals, until no pair merges. Certain merges come first.
 void Tokenizer::merge_piece(const uint8_t* p, size_t n, std::vector<int32_t>& out) {
+  if (encode_whole(p, n, out)) return;
   if (ids_.size() < n) ids_.resize(n), ranks_.resize(n);
   size_t m = 0;
   for (size_t i = 0; i < n; i++) {

@@ -6106,7 +6106,7 @@ class BenchText {
  public:
   enum Script { English, Code, Chinese, Japanese };
   explicit BenchText(const Vocab& vocab);
-  // Appends one line.
+  // Appends one line. One draw per statement: the order of several in an expression is the compiler's choice.
   void add_line(Script script, std::string& out);
   // nbytes of lines, a paragraph of each of `scripts` in turn.
   std::string make(std::initializer_list<Script> scripts, size_t nbytes);
@@ -6152,17 +6152,27 @@ std::string BenchText::pick(List list) {
 }
 
 void BenchText::add_line(Script script, std::string& out) {
-  const auto word = [&] { return pick(Words).substr(1) + (below(10) ? "" : pick(Words).substr(1)); };
+  const auto add_word = [&] {
+    out += pick(Words).substr(1);
+    if (!below(10)) out += pick(Words).substr(1);
+  };
   const size_t n = 4 + below(16);
   if (script == English) {
     for (size_t i = 0; i < n; i++) {
-      out += (i ? " " : "") + (below(24) ? word() : std::to_string(below(3000))) + (below(9) ? "" : ",");
+      if (i) out += ' ';
+      if (below(24)) add_word();
+      else out += std::to_string(below(3000));
+      if (!below(9)) out += ',';
     }
     out += below(4) ? ". " : ".\n\n";
   } else if (script == Code) {
     static const char* const kGlue[] = {" = ", "(", ", ", ") + ", "->", "[i + 1]", " == 0x1f", ");", " < ", "\"", ".", "::"};
     out.append(2 * below(8), ' ');
-    for (size_t i = 0; i < n / 2; i++) out += word() + (below(2) ? "" : "_" + word()) + kGlue[below(12)];
+    for (size_t i = 0; i < n / 2; i++) {
+      add_word();
+      if (!below(2)) out += '_', add_word();
+      out += kGlue[below(12)];
+    }
     out += below(6) ? "\n" : " {\n";
   } else {
     for (size_t i = 0; i < n; i++) {

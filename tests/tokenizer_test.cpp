@@ -315,6 +315,15 @@ TEST(Tokenizer, LongPiecesAreFast) {
   EXPECT_EQ(bench_tokenizer(vocab, "the\xff text").at(0).bytes, 9u);
 }
 
+// Whatever built it: else the speeds of two builds are not of the same text.
+TEST(Tokenizer, BenchTextIsTheSame) {
+  const Gguf gguf(data_path("nano.gguf"));
+  const Vocab vocab(gguf);
+  BenchText text(vocab);
+  EXPECT_EQ(fnv1a(text.make({BenchText::English}, 100000)), 0x451a5720f5c1ad4au);
+  EXPECT_EQ(fnv1a(text.make({BenchText::Code}, 100000)), 0x6ad43341a656b4c1u);
+}
+
 TEST(Tokenizer, AddedTokensLeftmostThenLongest) {
   TokFile f;
   f.tokens = {"<a>", "<a>b", "b<", "<think>", "Ġ<"};

@@ -5613,7 +5613,7 @@ void Vocab::load_specials(const Gguf& file) {
   };
   bos = token_id("tokenizer.ggml.bos_token_id");
   eos = token_id("tokenizer.ggml.eos_token_id");
-  const std::string_view name = file.find_string("tokenizer.ggml.pre").value_or("");
+  const auto name = file.find_string("tokenizer.ggml.pre");
   const auto is = [&](std::initializer_list<std::string_view> names) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
@@ -5623,8 +5623,8 @@ void Vocab::load_specials(const Gguf& file) {
     pre = PreTokenizer::Llama3;
     ignore_merges = true;
   } else if (!is({"joyai-llm", "deepseek-v3", "deepseek-v4"})) {
-    warn("%s: tokenizer.ggml.pre is '%s', unknown: splitting text as DeepSeek V4 does", file.path().c_str(),
-         printable(name).c_str());
+    const std::string found = name ? "'" + printable(*name) + "', unknown" : "missing";
+    warn("%s: tokenizer.ggml.pre is %s: splitting text as DeepSeek V4 does", file.path().c_str(), found.c_str());
   }
 }
 

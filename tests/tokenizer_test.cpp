@@ -205,11 +205,14 @@ TEST(Vocab, AcceptsWhatRealFilesHave) {
   EXPECT_EQ(t.vocab.bos, -1);
   EXPECT_EQ(t.vocab.eos, -1);
   EXPECT_EQ(t.raw("ab<x>"), (std::vector<int32_t>{256, 260}));
-  f.pre = "never-heard-of";
-  g_quiet = true;
-  const Gguf gguf(f.write());
-  EXPECT_EQ(Vocab(gguf).pre, PreTokenizer::DeepSeek);
-  g_quiet = false;
+  for (const char* pre : {"never-heard-of", "!"}) {
+    f.pre = pre;
+    const Gguf gguf(f.write());
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(Vocab(gguf).pre, PreTokenizer::DeepSeek);
+    const std::string warning = testing::internal::GetCapturedStderr();
+    EXPECT_SAYS(warning, pre[0] == '!' ? "tokenizer.ggml.pre is missing: splitting" : "pre is 'never-heard-of', unknown: splitting");
+  }
 }
 
 TEST(Tokenizer, ClassTableIsUnicode16) {

@@ -10738,7 +10738,7 @@ static ScriptCase read_case(Runtime& rt, Json json, std::string what, uint32_t d
                                    "text", "contains", "facts", "tokens_out", "hash", "finish"};
   for (size_t i = 0; i < c.json.size(); i++)       // a misspelt expectation would always hold
     if (std::find(std::begin(kKeys), std::end(kKeys), c.json.key(i)) == std::end(kKeys))
-      warn("%s: the key \"%s\" is unknown and does nothing", what.c_str(), printable(c.json.key(i)).c_str());
+      warn("%s: the key \"%s\" is unknown and does nothing", terminal_safe(what).c_str(), printable(c.json.key(i)).c_str());
   const int64_t ctx = was_given(o, "--ctx") ? int64_t(o.run.ctx) : c.json.int_or("ctx", default_ctx, what);
   if (ctx < 1 || ctx > int64_t(1) << 30) fail("%s: \"ctx\" is %lld, expected 1 to %lld", what.c_str(), (long long)ctx, 1ll << 30);
   if (std::min(uint64_t(ctx), rt.model().shape.n_ctx_train) != rt.session().engine().ctx()) rt.resize(uint32_t(ctx));

@@ -472,6 +472,8 @@ def test_script_options_and_errors():
     fails(ds4("--script", path("bad.jsonl", '{"prompt": 3}\n')), 1, "string")
     r = ds4("--script", path("odd.jsonl", '{"prompt": "Hello", "n": 2, "test": "Bye"}\n'))
     assert r.code == 0 and 'line 1: the key "test" is unknown' in r.err, r
+    r = ds4("--script", path("escape.jsonl", '{"name": "\\u001b[31mred", "prompt": "Hello", "n": 1, "te\\u001bst": 0}\n'))
+    assert r.code == 0 and '(\\x1b[31mred): the key "te\\x1bst" is unknown' in r.err and "\x1b" not in r.err, r.err
     for key, value in (("n", "0"), ("n", "1.5"), ("n", "1e30"), ("top_k", "-1"), ("top_k", "0.5"), ("temp", "-1"), ("temp", "NaN"), ("top_p", "2"), ("min_p", "Infinity")):
         fails(ds4("--script", path("bad.jsonl", '{"prompt": "x", "%s": %s}\n' % (key, value))), 1, "line 1", key)
 

@@ -6787,6 +6787,14 @@ struct ChatOptions {
   std::string source = "messages";            // what error messages call the conversation
 };
 
+// The function of a tool; a bare function object with a name is one itself. Throws Error naming `what`.
+static const Json& tool_function(const Json& tool, const std::string& what) {
+  const Json* f = tool.as_object(what).find("function");
+  if (!f && tool.find("name")) return tool;
+  if (!f) fail("%s has no \"function\"", what.c_str());
+  return f->as_object(what + ": \"function\"");
+}
+
 // Renders a conversation (spec of the official encoder): fold -> drop -> one text per turn.
 class ChatRenderer {
  public:
@@ -6959,12 +6967,8 @@ class ChatRenderer {
       out_.trusted(kToolsHead);
       tools->as_array(member_name(t.what, "tools"));
       for (size_t i = 0; i < tools->size(); i++) {
-        const std::string what = member_name(t.what, "tools") + format("[%zu]", i);
-        const Json* f = (*tools)[i].as_object(what).find("function");
-        if (!f && (*tools)[i].find("name")) f = &(*tools)[i];        // a bare function object
-        if (!f) fail("%s has no \"function\"", what.c_str());
         if (i) out_.user("\n");
-        out_.user(f->as_object(what + ": \"function\"").dump());
+        out_.user(tool_function((*tools)[i], member_name(t.what, "tools") + format("[%zu]", i)).dump());
       }
       out_.trusted(kToolsTail);
     }
@@ -10464,6 +10468,7 @@ static Request chat_request(Runtime& rt, const Json& messages, const ChatOptions
 static Json load_tools(const std::string& path) {
   Json tools = Json::parse(read_file(path), path);
   tools.as_array(path);
+  for (size_t i = 0; i < tools.size(); i++) tool_function(tools[i], path + format("[%zu]", i));
   return tools;
 }
 
@@ -11158,12 +11163,7 @@ class Chat {
     note(text.empty() ? "(no system prompt)" : "(system prompt set)");
   }
   void tools(const std::string& path) {
-    Json tools;
-    if (!path.empty()) {
-      tools = load_tools(chat_path(path));
-      render_chat(with_tools(Json::array(), tools), chat_options(rt_, o_.think, true));      // throws if one is malformed
-    }
-    tools_ = std::move(tools);
+    tools_ = path.empty() ? Json() : load_tools(chat_path(path));
     render_again();
     note(path.empty() ? "(no tools)" : "(tools: %zu)", tools_.size());
   }

@@ -182,6 +182,9 @@ def test_tools_are_rendered_and_parsed():
     same(ds4(*GREEDY, "-n", "5", "--tools", tools, "--json", "-p", "Hello").code, 0)
     fails(ds4("--tools", path("bad.json", "{"), "-p", "x"), 1, "bad.json")
     fails(ds4("--tools", path("bad2.json", "{}"), "-p", "x"), 1, "bad2.json")
+    for bad, needle in (("[{}]", 'bad3.json[0] has no "function"'), ('[{"name": "f"}, 3]', "bad3.json[1] must be an object"),
+                        ('[{"function": "f"}]', 'bad3.json[0]: "function" must be an object')):
+        fails(ds4("--tools", path("bad3.json", bad), "-p", "x"), 1, needle)
 
 
 # -- bad input and bad usage ----
@@ -777,8 +780,14 @@ def test_chat_tools():
     c.say("Hello")
     holds("no tools", c.say("/tools"))
     holds("tools: 1", c.say("/tools " + tools))
+    bad = path("empty_tool.json", "[{}]")
+    holds('empty_tool.json[0] has no "function"', c.say("/tools " + bad))
+    holds("tools    1", c.say("/show"))
     c.send("/bye\r")
     same(c.end(), 0)
+    c = Chat(*OPTIONS, "--tools", bad)
+    c.expect('empty_tool.json\\[0\\] has no "function"')
+    same(c.end(), 1)
 
 
 def test_colours():

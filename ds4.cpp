@@ -7050,10 +7050,12 @@ class ChatRenderer {
 
 // The conversation with `tools` on its system message; one without text is put first if there is none.
 [[maybe_unused]] static Json with_tools(Json messages, const Json& tools) {
-  size_t at = 0;
-  while (at < messages.size() && messages[at].string_or("role", "", "messages") != "system") at++;
-  if (at == messages.size()) messages.insert(at = 0, chat_message("system", ""));
-  messages.item(at).set("tools", tools);
+  for (size_t i = 0; i < messages.size(); i++)
+    if (const Json* role = messages[i].find("role"); role && role->text() == "system") {     // render_chat checks its type
+      messages.item(i).set("tools", tools);
+      return messages;
+    }
+  messages.insert(0, chat_message("system", "").set("tools", tools));
   return messages;
 }
 

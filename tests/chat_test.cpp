@@ -295,14 +295,19 @@ TEST(ChatPrompt, ToolsGoToTheSystemMessage) {
 
 TEST(ChatPrompt, BadMessagesAreNamed) {
   const auto message = [](std::string_view json) {
-    return error_of([&] { render_chat(Json::parse(json, "t"), ChatOptions()); });
+    const Json messages = Json::parse(json, "t");
+    const std::string error = error_of([&] { render_chat(messages, ChatOptions()); });
+    const std::string early = error_of([&] { with_tools(messages, Json::array()); });
+    return early.empty() ? error : "not named: " + early;
   };
   EXPECT_EQ(message("{}"), "messages must be an array, found an object");
   EXPECT_EQ(message("[3]"), "messages[0] must be an object, found 3");
   EXPECT_EQ(message("[{\"role\": \"x\"}]"),
             "messages[0]: \"role\" is \"x\", expected system, developer, user, assistant, tool or latest_reminder");
   EXPECT_EQ(message("[{\"role\": \"user\", \"content\": 5}]"), "messages[0]: \"content\" must be a string, found 5");
-  for (const char* bad : {"[{}]", "[{\"role\": 1}]", "[{\"role\":\"developer\"}]", "[{\"role\":\"user\",\"content\":\"x\",\"task\":\"t\"}]",
+  EXPECT_EQ(message("[{\"role\": 1}]"), "messages[0]: \"role\" must be a string, found 1");
+  EXPECT_EQ(message("[{\"role\": \"system\", \"tools\": [{}]}]"), "messages[0]: \"tools\"[0] has no \"function\"");
+  for (const char* bad : {"[{}]", "[{\"role\":\"developer\"}]", "[{\"role\":\"user\",\"content\":\"x\",\"task\":\"t\"}]",
                           "[{\"role\":\"system\",\"tools\":[1]}]", "[{\"role\":\"system\",\"tools\":[{}]}]", "[{\"role\":\"system\",\"tools\":3}]",
                           "[{\"role\":\"assistant\",\"tool_calls\":[1]}]", "[{\"role\":\"assistant\",\"tool_calls\":{\"a\":1}}]",
                           "[{\"role\":\"user\",\"content\":[1]}]"})

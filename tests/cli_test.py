@@ -225,6 +225,7 @@ def test_bad_input():
     fails(ds4("--prompt-tokens", path("ids", "[1, 99999999]")), 1, "99999999")
     fails(ds4("--messages", path("messages", "[{]")), 1, "messages", "offset 2")
     fails(ds4("--messages", path("messages", '[{"role": "king", "content": "x"}]')), 1, "king")
+    fails(ds4("--messages", path("messages", '[{"role": 1}]'), "--tools", path("tools", "[]")), 1, '"role" must be a string, found 1', "messages[")
     fails(ds4("--ctx", "16", "-p", "word " * 100), 1, "16")
     fails(ds4("--dump-logits", "/nowhere/x", "-p", "x"), 1, "/nowhere/x")
 

@@ -6787,6 +6787,13 @@ struct ChatOptions {
   std::string source = "messages";            // what error messages call the conversation
 };
 
+// True when any message carries tools.
+static bool has_tools(const Json& messages) {
+  for (const Json& m : messages.items())
+    if (const Json* tools = m.find("tools"); tools && tools->is_truthy()) return true;
+  return false;
+}
+
 // The function of a tool; a bare function object with a name is one itself. Throws Error naming `what`.
 static const Json& tool_function(const Json& tool, const std::string& what) {
   const Json* f = tool.as_object(what).find("function");
@@ -6798,12 +6805,11 @@ static const Json& tool_function(const Json& tool, const std::string& what) {
 // Renders a conversation (spec of the official encoder): fold -> drop -> one text per turn.
 class ChatRenderer {
  public:
-  ChatRenderer(const Json& messages, const ChatOptions& options) : options_(options), drop_(options.drop_thinking) {
+  ChatRenderer(const Json& messages, const ChatOptions& options)
+      : options_(options), drop_(options.drop_thinking && !has_tools(messages)) {
     messages.as_array(options.source);
     for (size_t i = 0; i < messages.size(); i++) fold(messages[i], i);
     order_results();
-    for (const Turn& t : turns_)
-      if (const Json* tools = t.message->find("tools"); tools && tools->is_truthy()) drop_ = false;
     find_last_user();
     if (options_.thinking && drop_) {                                // developer turns before the last user turn vanish
       size_t n = 0;
@@ -6841,8 +6847,8 @@ class ChatRenderer {
   };
 
   // String, list of parts, or nothing, as text.
-  static std::string content_text(const Turn& t, const Json& m) {
-    const Json* c = m.find("content");
+  static std::string content_text(const Turn& t) {
+    const Json* c = t.message->find("content");
     const std::string what = member_name(t.what, "content");
     if (!c) return {};
     if (!c->is_array()) return c->as_string(what);
@@ -6867,7 +6873,7 @@ class ChatRenderer {
       return;
     }
     const bool is_result = t.role == "tool";
-    Block b{is_result, m.string_or("tool_call_id", "", t.what), content_text(t, m)};
+    Block b{is_result, m.string_or("tool_call_id", "", t.what), content_text(t)};
     const bool joins = !turns_.empty() && turns_.back().role == "user" && (is_result || turns_.back().task.empty());
     if (!joins) {
       t.role = "user";
@@ -6912,10 +6918,10 @@ class ChatRenderer {
     const Turn& t = turns_[i];
     if (i == 0 && options_.thinking) out_.trusted(effort_text(options_.effort, options_.profile));
     if (t.role == "system") {
-      out_.user(content_text(t, *t.message));
+      out_.user(content_text(t));
       render_extras(t);
     } else if (t.role == "developer") {
-      const std::string content = content_text(t, *t.message);
+      const std::string content = content_text(t);
       if (content.empty()) fail("%s: a developer message needs \"content\"", t.what.c_str());
       out_.trusted(kUserText);
       out_.user(content);
@@ -6924,7 +6930,7 @@ class ChatRenderer {
       render_user(t);
     } else if (t.role == "latest_reminder") {
       out_.trusted(kReminderText);
-      out_.user(content_text(t, *t.message));
+      out_.user(content_text(t));
     } else if (t.role == "assistant") {
       render_assistant(i);
     } else {
@@ -6986,7 +6992,7 @@ class ChatRenderer {
       out_.user(m.string_or("reasoning_content", m.string_or("reasoning", "", t.what), t.what));
       out_.trusted(kThinkEndText);
     }
-    out_.user(content_text(t, m));
+    out_.user(content_text(t));
     if (const Json* calls = m.find("tool_calls"); calls && calls->is_truthy()) render_calls(t, *calls);
     if (const Json* open = m.find("wo_eos"); !open || !open->is_truthy()) out_.trusted(kEosText);
   }
@@ -10451,12 +10457,6 @@ static std::vector<int32_t> encode_prompt(Runtime& rt, const Prompt& prompt) {
   const std::vector<Chunk> chunks = prompt.chunks();
   rt.tokenizer().encode_chunks(chunks.data(), chunks.size(), ids);
   return ids;
-}
-
-static bool has_tools(const Json& messages) {
-  for (const Json& m : messages.items())
-    if (const Json* tools = m.find("tools"); tools && tools->is_truthy()) return true;
-  return false;
 }
 
 static Request chat_request(Runtime& rt, const Json& messages, const ChatOptions& c) {

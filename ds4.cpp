@@ -6250,8 +6250,8 @@ static std::vector<TokenizerBench> bench_tokenizer(const Vocab& vocab, std::stri
 // 12. CHAT — JSON, prompt rendering, tool calls (DSML), reply parsing, UTF-8 out.   uses: 1 11
 // =============================================================================
 // Enters: messages as JSON, bytes of generated tokens. Leaves: a prompt as trusted and untrusted chunks, a reply
-// split into reasoning, text and tool calls. Everything that reads a reply works on bytes, gives the same result
-// however they are cut, and takes O(1) per byte.
+// split into reasoning, text and tool calls. What reads a reply takes its bytes in any pieces (and the think tokens as
+// such) with the same result, in O(1) per byte; a finished tool block is read once more.
 
 namespace ds4 {
 
@@ -7419,8 +7419,8 @@ class ReplyParser {
   ReplyParser(bool thinking_open, bool tools, size_t first_call = 0)
       : mode_(thinking_open ? Mode::kReasoning : Mode::kAnswer), tools_(tools), first_call_(first_call) {}
 
-  // The bytes of one token, or any piece of them. The think tokens are acted on wherever they come; the same text
-  // spelled by other tokens only ends reasoning.
+  // The bytes of one token, or any piece of them. The think tokens are acted on wherever they come outside tool blocks;
+  // the same text spelled by other tokens only ends reasoning.
   void feed(std::string_view bytes, Control control = Control::kNone) {
     if (control != Control::kNone && (mode_ == Mode::kReasoning || mode_ == Mode::kAnswer)) {
       finish();

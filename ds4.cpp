@@ -7108,56 +7108,35 @@ class LiteralMatcher {
   size_t len_ = 0;
 };
 
-// Says, before each token of a reply, whether the position is tool-call structure (tags, attributes, JSON punctuation),
-// where sampling is greedy, or free text. Fed with the bytes of the accepted tokens. A function of the bytes alone.
+// Follows a tool block from behind its opening literal on: whether the next byte is structure (tags, attributes, JSON
+// punctuation), where sampling is greedy, or free text. A function of the bytes alone.
 class DsmlGate {
  public:
   enum class State : uint8_t {
-    kOut,             // no block yet, inside reasoning, or after the block
     kStruct,          // tags, white space between them, a started closing tag
     kStr,             // body of a string parameter
     kJson,            // JSON parameter outside quotes
     kJsonStr,         // JSON parameter inside quotes
+    kDone,            // the block is closed: for good
     kBroken,          // after bytes that cannot be a tag: for good
   };
-  explicit DsmlGate(bool thinking_open = false) : mode_(thinking_open ? Mode::kThink : Mode::kSearch) {}
-  State feed(std::string_view bytes) {
-    for (char c : bytes) step(c);
+  explicit DsmlGate(const DsmlSyntax& syntax) : syn_(&syntax) {}
+  State feed(char c) {
+    switch (mode_) {
+      case Mode::kTag: step_tag(c); break;
+      case Mode::kAttributes: step_attributes(c); break;
+      case Mode::kBody: step_body(c); break;
+      case Mode::kEnd: break;
+    }
     return state_;
   }
-  State state() const { return state_; }
   bool greedy() const { return state_ == State::kStruct || state_ == State::kJson; }
-  bool done() const { return mode_ == Mode::kDone; }                  // the block is closed
   const DsmlSyntax& syntax() const { return *syn_; }
   std::string_view refuted() const { return match_.pending(); }       // kBroken: the bytes that are no tag
 
  private:
-  enum class Mode : uint8_t { kThink, kSearch, kTag, kAttributes, kBody, kDone, kBroken };
+  enum class Mode : uint8_t { kTag, kAttributes, kBody, kEnd };
 
-  void step(char c) {
-    switch (mode_) {
-      case Mode::kThink:
-        if (seek(c, {kThinkEndText}) == 0) mode_ = Mode::kSearch;
-        return;
-      case Mode::kSearch:
-        if (const int i = seek(c, {kDsml[0].open, kDsml[1].open, kDsml[2].open}); i >= 0) {
-          syn_ = &kDsml[i];
-          enter(Mode::kTag, State::kStruct);
-        }
-        return;
-      case Mode::kTag: return step_tag(c);
-      case Mode::kAttributes: return step_attributes(c);
-      case Mode::kBody: return step_body(c);
-      case Mode::kDone:
-      case Mode::kBroken: return;
-    }
-  }
-
-  int seek(char c, std::initializer_list<std::string_view> literals) {
-    const int i = match_.push(c, literals);
-    if (i == LiteralMatcher::kRefuted) match_.restart(c);
-    return i;
-  }
   void enter(Mode mode, State state) {
     mode_ = mode;
     state_ = state;
@@ -7166,8 +7145,8 @@ class DsmlGate {
   void step_tag(char c) {
     if (match_.pending().empty() && kDsmlSpace.find(c) != kDsmlSpace.npos) return;
     const int i = match_.push(c, {syn_->close, syn_->invoke_end, syn_->param, syn_->invoke});
-    if (i == 0) enter(Mode::kDone, State::kOut);
-    if (i == LiteralMatcher::kRefuted) enter(Mode::kBroken, State::kBroken);
+    if (i == 0) enter(Mode::kEnd, State::kDone);
+    if (i == LiteralMatcher::kRefuted) enter(Mode::kEnd, State::kBroken);
     if (i < 2) return;
     is_param_ = i == 2;
     is_string_ = false;
@@ -7214,11 +7193,11 @@ class DsmlGate {
     else if (c == '"') in_quotes_ = false;
   }
 
-  Mode mode_;
-  State state_ = State::kOut;
+  Mode mode_ = Mode::kTag;
+  State state_ = State::kStruct;
   bool is_param_ = false, is_string_ = false, in_quotes_ = false, escaped_ = false;
   uint8_t attr_len_ = 0;
-  const DsmlSyntax* syn_ = &kDsml[0];
+  const DsmlSyntax* syn_;
   LiteralMatcher match_;
 };
 
@@ -7478,8 +7457,7 @@ class ReplyParser {
     if (i >= 0) {
       block_ = std::string(newlines_, '\n').append(kDsml[i].open);
       separator_ = std::exchange(newlines_, 0);
-      gate_ = DsmlGate();
-      gate_.feed(kDsml[i].open);
+      gate_ = DsmlGate(kDsml[i]);
       mode_ = Mode::kBlock;
     }
     if (i != LiteralMatcher::kRefuted) return;
@@ -7496,12 +7474,12 @@ class ReplyParser {
 
   void step_block(char c) {
     block_ += c;
-    gate_.feed({&c, 1});
-    if (gate_.state() == DsmlGate::State::kBroken) {                  // another block may start in the bytes that broke it
+    const DsmlGate::State state = gate_.feed(c);
+    if (state == DsmlGate::State::kBroken) {                          // another block may start in the bytes that broke it
       const std::string rest(gate_.refuted());
       release_block(block_.size() - rest.size());
       for (char r : rest) step_answer(r);
-    } else if (gate_.done()) {
+    } else if (state == DsmlGate::State::kDone) {
       if (accept_block()) mode_ = Mode::kDone;
       else release_block(block_.size());
     }
@@ -7540,7 +7518,7 @@ class ReplyParser {
   bool tools_;
   size_t first_call_, newlines_ = 0, separator_ = 0, reasoning_seen_ = 0, text_seen_ = 0;
   LiteralMatcher match_;
-  DsmlGate gate_;
+  DsmlGate gate_{kDsml[0]};
   std::string block_;
   Reply reply_;
 };

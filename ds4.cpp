@@ -5400,7 +5400,7 @@ struct ByteAlphabet {
 constexpr ByteAlphabet kByteAlphabet;
 
 // Writes the UTF-8 form of the symbol of byte b to out[2]; returns its length.
-[[maybe_unused]] static size_t write_symbol(uint8_t b, char* out) {
+static size_t write_symbol(uint8_t b, char* out) {
   const unsigned c = kByteAlphabet.symbol[b];
   if (c < 0x80) return out[0] = char(c), 1;
   out[0] = char(0xc0 | c >> 6);
@@ -5708,7 +5708,7 @@ enum : uint8_t { L = 1, M = 2, N = 4, P = 8, S = 16, W = 32, LM = L | M, PS = P 
 // Class bits of every code point. 1.1 MB of zero pages of which only those with assigned characters are ever touched.
 static const uint8_t* class_table() {
   static uint8_t table[0x110000];
-  static const bool filled = [] {
+  static const uint8_t* const filled = [] {
     const char* s = kClassRuns;
     for (size_t c = 0; *s;) {
       const char k = *s++;
@@ -5723,10 +5723,9 @@ static const uint8_t* class_table() {
     for (size_t c = 0x3040; c <= 0x30ff; c++) table[c] |= cls::Cjk;
     table[size_t('\r')] |= cls::Newline;
     table[size_t('\n')] |= cls::Newline;
-    return true;
+    return table;
   }();
-  (void)filled;
-  return table;
+  return filled;
 }
 
 // A character of a text: its class bits and its length in bytes; {0, 0} is the end.

@@ -6315,7 +6315,7 @@ static std::string utf8_lossy(std::string_view bytes) {
 }
 
 // Text that can't steer a terminal: control characters (C0, DEL, C1) but newline and tab as \xNN, invalid bytes as U+FFFD.
-[[maybe_unused]] static std::string terminal_safe(std::string_view text) {
+static std::string terminal_safe(std::string_view text) {
   const std::string s = utf8_lossy(text);
   std::string out;
   for (size_t i = 0; i < s.size(); i++) {
@@ -6385,7 +6385,6 @@ class Json {
   bool is_string() const { return kind_ == Kind::kString; }
   bool is_array() const { return kind_ == Kind::kArray; }
   bool is_object() const { return kind_ == Kind::kObject; }
-  bool is_truthy() const;                                            // as Python's bool()
   const std::string& text() const { return text_; }                  // of a string; lexeme of a number
   size_t size() const { return items_.size(); }                      // elements or members
   const Json& operator[](size_t i) const { return items_[i]; }
@@ -6399,6 +6398,8 @@ class Json {
   Json* find(std::string_view key) { return const_cast<Json*>(std::as_const(*this).find(key)); }
   // Member, or nullptr when there is none, when it is null, or when this is no object.
   const Json* find(std::string_view key) const;
+  // The same, and nullptr for what is false to Python's bool().
+  const Json* find_truthy(std::string_view key) const;
 
   // The value with its type checked; Error "WHAT must be a string, found number 3".
   const std::string& as_string(const std::string& what) const;
@@ -6421,6 +6422,7 @@ class Json {
   const Json& expect(Kind kind, const std::string& what) const;
   std::string describe() const;
   void dump_to(std::string& out) const;
+  bool is_truthy() const;
   Kind kind_ = Kind::kNull;
   bool bool_ = false;
   std::string text_;
@@ -6490,6 +6492,11 @@ const Json* Json::find(std::string_view key) const {
   for (size_t i = 0; i < keys_.size(); i++)
     if (keys_[i] == key) return items_[i].is_null() ? nullptr : &items_[i];
   return nullptr;
+}
+
+const Json* Json::find_truthy(std::string_view key) const {
+  const Json* v = find(key);
+  return v && v->is_truthy() ? v : nullptr;
 }
 
 static const char* kind_name(Json::Kind k) {
@@ -6726,7 +6733,7 @@ static std::string_view effort_text(Effort effort, EffortProfile profile) {
 }
 
 // The profile of a file, from its tokenizer.chat_template and general.name ("" when it has none).
-[[maybe_unused]] static EffortProfile detect_effort_profile(std::string_view chat_template, std::string_view name) {
+static EffortProfile detect_effort_profile(std::string_view chat_template, std::string_view name) {
   const auto has = [](std::string_view s, std::string_view part) { return s.find(part) != s.npos; };
   return has(chat_template, "Beyond maximum") || has(name, "0731") || has(name, "0813") ? EffortProfile::k0731 : EffortProfile::kPreview;
 }
@@ -6788,9 +6795,7 @@ struct ChatOptions {
 
 // True when any message carries tools.
 static bool has_tools(const Json& messages) {
-  for (const Json& m : messages.items())
-    if (const Json* tools = m.find("tools"); tools && tools->is_truthy()) return true;
-  return false;
+  return std::any_of(messages.items().begin(), messages.items().end(), [](const Json& m) { return m.find_truthy("tools"); });
 }
 
 // The function of a tool; a bare function object with a name is one itself. Throws Error naming `what`.
@@ -6810,14 +6815,9 @@ class ChatRenderer {
     for (size_t i = 0; i < messages.size(); i++) fold(messages[i], i);
     order_results();
     find_last_user();
-    if (options_.thinking && drop_) {                                // developer turns before the last user turn vanish
-      size_t n = 0;
-      for (size_t i = 0; i < turns_.size(); i++)
-        if (ptrdiff_t(i) >= last_user_ || turns_[i].role != "developer") {
-          if (n != i) turns_[n] = std::move(turns_[i]);
-          n++;
-        }
-      turns_.resize(n);
+    if (options_.thinking && drop_ && last_user_ > 0) {              // developer turns before the last user turn vanish
+      const auto end = turns_.begin() + last_user_;
+      turns_.erase(std::remove_if(turns_.begin(), end, [](const Turn& t) { return t.role == "developer"; }), end);
       find_last_user();
     }
   }
@@ -6886,8 +6886,7 @@ class ChatRenderer {
   void order_results() {
     std::map<std::string, size_t> order;
     for (Turn& t : turns_) {
-      const Json* calls = t.role == "assistant" ? t.message->find("tool_calls") : nullptr;
-      if (calls && calls->is_truthy()) {
+      if (const Json* calls = t.role == "assistant" ? t.message->find_truthy("tool_calls") : nullptr) {
         order.clear();
         for (size_t i = 0; i < calls->size(); i++)
           if (const std::string id = (*calls)[i].string_or("id", "", t.what); !id.empty()) order[id] = i;
@@ -6968,7 +6967,7 @@ class ChatRenderer {
 
   // Tool schemas and response format, after a system or developer text.
   void render_extras(const Turn& t) {
-    if (const Json* tools = t.message->find("tools"); tools && tools->is_truthy()) {
+    if (const Json* tools = t.message->find_truthy("tools")) {
       out_.trusted(kToolsHead);
       tools->as_array(member_name(t.what, "tools"));
       for (size_t i = 0; i < tools->size(); i++) {
@@ -6977,7 +6976,7 @@ class ChatRenderer {
       }
       out_.trusted(kToolsTail);
     }
-    if (const Json* format = t.message->find("response_format"); format && format->is_truthy()) {
+    if (const Json* format = t.message->find_truthy("response_format")) {
       out_.trusted(kFormatHead);
       out_.user(format->dump());
     }
@@ -6992,8 +6991,8 @@ class ChatRenderer {
       out_.trusted(kThinkEndText);
     }
     out_.user(content_text(t));
-    if (const Json* calls = m.find("tool_calls"); calls && calls->is_truthy()) render_calls(t, *calls);
-    if (const Json* open = m.find("wo_eos"); !open || !open->is_truthy()) out_.trusted(kEosText);
+    if (const Json* calls = m.find_truthy("tool_calls")) render_calls(t, *calls);
+    if (!m.find_truthy("wo_eos")) out_.trusted(kEosText);
   }
 
   void render_calls(const Turn& t, const Json& calls) {
@@ -7045,16 +7044,16 @@ class ChatRenderer {
 // messages (the last of them an assistant's, with the ids as sampled, reasoning included) and only what follows is
 // rendered; it starts at a special token, so its ids appended to the held ones are the cache afterwards. close_turn
 // puts the end-of-turn token first, for an answer that did not sample it. Throws Error naming the message and key.
-[[maybe_unused]] static Prompt render_chat(const Json& messages, const ChatOptions& options, size_t held = 0, bool close_turn = false) {
+static Prompt render_chat(const Json& messages, const ChatOptions& options, size_t held = 0, bool close_turn = false) {
   return ChatRenderer(messages, options).render(held, close_turn);
 }
 
-[[maybe_unused]] static Json chat_message(std::string_view role, std::string_view content) {
+static Json chat_message(std::string_view role, std::string_view content) {
   return Json::object().set("role", role).set("content", content);
 }
 
 // The conversation with `tools` on its system message; one without text is put first if there is none.
-[[maybe_unused]] static Json with_tools(Json messages, const Json& tools) {
+static Json with_tools(Json messages, const Json& tools) {
   for (size_t i = 0; i < messages.size(); i++)
     if (const Json* role = messages[i].find("role"); role && role->text() == "system") {     // render_chat checks its type
       messages.item(i).set("tools", tools);
@@ -7242,11 +7241,8 @@ class DsmlReader {
     rest_.remove_prefix(literal.size());
     return true;
   }
-  bool gap() {
-    if (strict_) return take("\n");
-    rest_.remove_prefix(std::min(rest_.find_first_not_of(kDsmlSpace), rest_.size()));
-    return true;
-  }
+  void skip_space() { rest_.remove_prefix(std::min(rest_.find_first_not_of(kDsmlSpace), rest_.size())); }
+  bool gap() { return strict_ ? take("\n") : (skip_space(), true); }
 
   // Strict: \s*name="NAME">\n up to the next tag, where names may hold anything, even `">`; one more newline is fine.
   bool read_invoke_name(std::string& name) {
@@ -7254,15 +7250,13 @@ class DsmlReader {
       std::string flag;
       return read_attributes(name, flag) && gap();
     }
+    skip_space();
+    if (!take("name=\"")) return false;
     const std::string_view end_tag = syn_.invoke_end.substr(0, syn_.invoke_end.size() - 1);
     const size_t n = std::min(rest_.find(syn_.param), rest_.find(end_tag));
     if (n == rest_.npos) return false;
-    std::string_view header = rest_.substr(0, n);
+    const std::string_view header = rest_.substr(0, n);
     rest_.remove_prefix(n);
-    header.remove_prefix(std::min(header.find_first_not_of(kDsmlSpace), header.size()));
-    constexpr std::string_view kName = "name=\"";
-    if (header.substr(0, kName.size()) != kName) return false;
-    header.remove_prefix(kName.size());
     for (std::string_view tail : {"\">\n\n", "\">\n"}) {
       if (header.size() < tail.size() || header.substr(header.size() - tail.size()) != tail) continue;
       name = header.substr(0, header.size() - tail.size());
@@ -7415,7 +7409,6 @@ class ReplyParser {
     match_ = {};
   }
   bool done() const { return mode_ == Mode::kDone; }                  // a tool block is complete: stop generating
-  bool in_reasoning() const { return mode_ == Mode::kReasoning; }
   bool greedy() const { return mode_ == Mode::kBlock && gate_.greedy(); }      // inside the structure of a tool block
   const Reply& reply() const { return reply_; }
   // What came since the last call. Within the piece of one token, reasoning comes before text.
@@ -7523,14 +7516,14 @@ class ReplyParser {
 };
 
 // [{"id", "name", "arguments": {...}}], as --json prints them.
-[[maybe_unused]] static Json tool_calls_json(const std::vector<ToolCall>& calls) {
+static Json tool_calls_json(const std::vector<ToolCall>& calls) {
   Json out = Json::array();
   for (const ToolCall& c : calls) out.push(Json::object().set("id", c.id).set("name", c.name).set("arguments", c.arguments));
   return out;
 }
 
 // The reply as a message of the conversation, in the form render_chat reads.
-[[maybe_unused]] static Json reply_message(const Reply& reply) {
+static Json reply_message(const Reply& reply) {
   Json m = chat_message("assistant", reply.text);
   if (!reply.reasoning.empty()) m.set("reasoning_content", reply.reasoning);
   Json calls = Json::array();

@@ -541,8 +541,8 @@ TEST(ChatReply, Reasoning) {
   EXPECT_EQ(parse_reply("say <think> or </think> or <｜User｜>"), "[|say <think> or </think> or <｜User｜>|[]]");
   ReplyParser p(false, true);
   p.feed("<think>", ReplyParser::Control::kThinkOpen);
-  EXPECT_TRUE(p.in_reasoning());
   p.feed("hm");
+  EXPECT_EQ(p.new_reasoning(), "hm");
   p.feed("</think>", ReplyParser::Control::kThinkClose);
   p.feed("yes\n\n");
   p.feed("</think>", ReplyParser::Control::kThinkClose);

@@ -402,35 +402,36 @@ struct Rng {
 
 // exp, log and sin/cos in double with nothing but + - * / and fma, so that no libm decides a bit.
 // Absolute errors below 1e-15 of the result (exp: relative; sincos: for |x| < 1e8).
-[[maybe_unused]] static inline double exp_f64(double x) {
+[[maybe_unused]] static DS4_INLINE double exp_f64(double x) {
   if (x != x) return x;
   x = std::min(std::max(x, -708.0), 709.0);
   const double n = std::floor(x * 1.4426950408889634 + 0.5);
   double r = std::fma(n, -6.93147180369123816490e-01, x);
   r = std::fma(n, -1.90821492927058770002e-10, r);
   double p = 1.0 / 6227020800.0;                                    // Taylor to r^13, |r| <= 0.3466
-  constexpr double kC[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
-                           1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
+  static constexpr double kC[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+                                  1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
   for (double c : kC) p = std::fma(p, r, c);
   return p * bit_cast<double>(uint64_t(int64_t(n) + 1023) << 52);
 }
 
 // Natural logarithm of a positive normal x.
-[[maybe_unused]] static inline double log_f64(double x) {
+[[maybe_unused]] static DS4_INLINE double log_f64(double x) {
   uint64_t u = bit_cast<uint64_t>(x);
   int e = int(u >> 52) - 1023;
   double m = bit_cast<double>((u & 0xfffffffffffffull) | 0x3ff0000000000000ull);
   if (m > 1.4142135623730951) { m *= 0.5; e++; }
   const double s = (m - 1.0) / (m + 1.0), z = s * s;                // log m = 2 atanh s, |s| <= 0.1716
   double p = 1.0 / 23;
-  for (int k = 21; k >= 3; k -= 2) p = std::fma(p, z, 1.0 / k);
+  static constexpr double kC[] = {1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3};
+  for (double c : kC) p = std::fma(p, z, c);
   const double t = std::fma(s * z, p, s);
   return std::fma(double(e), 6.93147180369123816490e-01, std::fma(double(e), 1.90821492927058770002e-10, 2.0 * t));
 }
 
 // log(1 + exp(x)) and the logistic function.
-[[maybe_unused]] static inline double softplus_f64(double x) {
-  if (x > 40.0) return x;
+[[maybe_unused]] static DS4_INLINE double softplus_f64(double x) {
+  if (!(x <= 40.0)) return x;                                       // NaN stays NaN
   const double e = exp_f64(x);
   if (e < 1e-5) return e * (1.0 - e * (0.5 - e * (1.0 / 3)));       // log1p for tiny e
   return log_f64(1.0 + e);
@@ -443,8 +444,8 @@ struct Rng {
   r = std::fma(n, -6.12323399573676603587e-17, r);
   const double z = r * r;
   double ps = -1.0 / 1307674368000.0, pc = 1.0 / 20922789888000.0;  // sin to r^15, cos to r^16, |r| <= pi/4
-  constexpr double kS[] = {1.0 / 6227020800, -1.0 / 39916800, 1.0 / 362880, -1.0 / 5040, 1.0 / 120, -1.0 / 6};
-  constexpr double kC[] = {-1.0 / 87178291200, 1.0 / 479001600, -1.0 / 3628800, 1.0 / 40320, -1.0 / 720, 1.0 / 24, -0.5};
+  static constexpr double kS[] = {1.0 / 6227020800, -1.0 / 39916800, 1.0 / 362880, -1.0 / 5040, 1.0 / 120, -1.0 / 6};
+  static constexpr double kC[] = {-1.0 / 87178291200, 1.0 / 479001600, -1.0 / 3628800, 1.0 / 40320, -1.0 / 720, 1.0 / 24, -0.5};
   for (double k : kS) ps = std::fma(ps, z, k);
   for (double k : kC) pc = std::fma(pc, z, k);
   const double sn = std::fma(r * z, ps, r), cs = std::fma(z, pc, 1.0);
@@ -681,6 +682,7 @@ struct Kernels {
   void (*hc_update)(float* H, const float* out, const float* post, const float* C, size_t n_hc, size_t n);
   void (*add_to)(float* y, const float* x, size_t n);
   void (*swiglu)(float* gate, const float* up, float clamp, float weight, size_t n);
+  void (*router_scores)(float* x, size_t n);
   void (*rope)(float* x, const float* cs, float sign, size_t n_rot);
   void (*store_kv_row)(const float* x, size_t dim, size_t n_rot, bool plain, void* row);
   void (*attend)(const AttendArgs& a);
@@ -3108,6 +3110,11 @@ static void swiglu(float* gate, const float* up, float clamp, float weight, size
   }
 }
 
+// x = sqrt(log(1 + exp(x))), in double. A kernel, because plain x86-64 code calls libm for every fma.
+static void router_scores(float* x, size_t n) noexcept {
+  for (size_t i = 0; i < n; i++) x[i] = float(std::sqrt(softplus_f64(x[i])));
+}
+
 // -- rotary embedding, cached rows --------------------------------------------
 
 // Rotates neighbour pairs: (a, b) -> (a cos - b sin, a sin + b cos); cs holds n_rot/2 cosines, then n_rot/2 sines;
@@ -3691,7 +3698,7 @@ static uint64_t split(const float* v, const uint64_t* w, size_t n, float cut, fl
 }  // namespace
 
 const Kernels kernels = {DS4_STR(DS4_ISA), dequantize, quantize, matmul_int8, matmul_float,
-                         sum_squares, rms_norm, hc_mix, hc_update, add_to, swiglu, rope, store_kv_row, attend, compress, store_index_row, index_query, index_scores,
+                         sum_squares, rms_norm, hc_mix, hc_update, add_to, swiglu, router_scores, rope, store_kv_row, attend, compress, store_index_row, index_query, index_scores,
                          block_max, block_mass, weigh, collect, keep<int32_t>, keep<uint64_t>, split};
 
 }  // namespace DS4_ISA
@@ -8238,33 +8245,32 @@ void LayerRunner::attend(uint32_t il, const Span& span, size_t t, uint32_t group
 
 // -- 14c router and experts -------------------------------------------------------
 
-// Chooses n_used experts of token t: the hash table's in the first layers, else the highest g + bias, with
-// g = sqrt(softplus(logit)); weights g / max(sum g, 6.1e-5) * scale.
+// Chooses n_used experts of token t: the hash table's in the first layers, else the highest g + bias (equal ones: the
+// smaller number), with g = sqrt(softplus(logit)); weights g / max(sum g, 6.1e-5) * scale. One g that is not a number makes all
+// weights so: sampling reports it.
 void LayerRunner::route(uint32_t il, const Span& span, size_t t) {
   const LayerWeights& w = model.layers[il];
   const uint32_t K = shape.n_used;
-  float* g = ws.logits_router.row[t];
-  for (uint32_t e = 0; e < shape.n_expert; e++) g[e] = float(std::sqrt(softplus_f64(g[e])));
+  float *g = ws.logits_router.row[t], *weight = ws.expert_weight + t * K;
   int32_t* chosen = ws.experts + t * K;
-  if (w.tid2eid) {
-    std::memcpy(chosen, w.tid2eid + size_t(span.tokens[t]) * K, K * sizeof(int32_t));
+  kernels.router_scores(g, shape.n_expert);
+  if (w.tid2eid) {                               // checked when loaded, but the file may have been written to since
+    for (uint32_t k = 0; k < K; k++) chosen[k] = int32_t(std::min(uint32_t(w.tid2eid[size_t(span.tokens[t]) * K + k]), shape.n_expert - 1));
   } else {
-    for (uint32_t k = 0; k < K; k++) {           // K passes: K is small, ties go to the smaller number
-      int32_t best = -1;
-      for (int32_t e = 0; e < int32_t(shape.n_expert); e++) {
-        bool taken = false;
-        for (uint32_t j = 0; j < k; j++) taken = taken || chosen[j] == e;
-        if (!taken && (best < 0 || g[e] + w.probs_bias[size_t(e)] > g[best] + w.probs_bias[size_t(best)])) best = e;
-      }
-      chosen[k] = best;
+    uint32_t n = 0;
+    for (uint32_t e = 0; e < shape.n_expert; e++) {          // weight[0 .. n): the highest so far, descending
+      const float score = g[e] + w.probs_bias[e];
+      if (n == K && !(score > weight[K - 1])) continue;
+      uint32_t k = n < K ? n++ : K - 1;
+      for (; k > 0 && score > weight[k - 1]; k--) weight[k] = weight[k - 1], chosen[k] = chosen[k - 1];
+      weight[k] = score;
+      chosen[k] = int32_t(e);
     }
   }
-  float sum = 0;
+  float sum = 0, zero = 0;
+  for (uint32_t e = 0; e < shape.n_expert; e++) zero += g[e] * 0.0f;
   for (uint32_t k = 0; k < K; k++) sum += g[chosen[k]];
-  for (uint32_t k = 0; k < K; k++) {
-    const float v = g[chosen[k]];
-    ws.expert_weight[t * K + k] = (shape.expert_norm ? v / std::max(sum, 6.1e-5f) : v) * shape.expert_scale;
-  }
+  for (uint32_t k = 0; k < K; k++) weight[k] = (shape.expert_norm ? g[chosen[k]] / std::max(sum, 6.1e-5f) : g[chosen[k]]) * shape.expert_scale + zero;
 }
 
 // x -> attn (reused for the output): the chosen experts in slot order plus the shared expert.

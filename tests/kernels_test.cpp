@@ -314,6 +314,21 @@ TEST_P(KernelsTest, AttendsAsScalar) {
       }
 }
 
+TEST_P(KernelsTest, RouterScoresAsDefined) {
+  std::vector<float> x = {0, -0.0f, 1, -1, 20, -20, 39.9f, 40, 41, 1e30f, -87, -1e30f, INFINITY, -INFINITY, NAN, -NAN};
+  Rng rng(5);
+  for (int i = 0; i < 1000; i++) x.push_back(60 * rng.next_float() - 30);
+  std::vector<float> y = x, want = x;
+  GetParam()->router_scores(y.data(), y.size());
+  scalar::kernels.router_scores(want.data(), want.size());
+  EXPECT_EQ(std::memcmp(y.data(), want.data(), y.size() * sizeof(float)), 0);
+  for (size_t i = 0; i < x.size(); i++) {
+    const double exact = x[i] > 700 ? double(x[i]) : std::log1p(std::exp(double(x[i])));
+    if (std::isnan(x[i])) EXPECT_TRUE(std::isnan(y[i]));
+    else EXPECT_FLOAT_EQ(y[i], float(std::sqrt(exact))) << x[i];
+  }
+}
+
 TEST_P(KernelsTest, ScoresIndexRowsAsScalar) {
   constexpr size_t kDim = 128, kRows = 13;
   for (bool plain : {false, true})

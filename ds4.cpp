@@ -8441,7 +8441,7 @@ class Engine {
   void set_profile(Profile* profile) { runner_.profile = profile; }    // null: not measured
 
   // Appends n tokens; afterwards logits() belongs to the last one. all_logits: receives n rows of n_vocab.
-  // *stop, looked at between chunks, ends early; progress(tokens so far) is called after each chunk.
+  // *stop, looked at between chunks, ends early: logits() are not valid then. progress(tokens so far) is called after each chunk.
   // Returns the number of tokens appended. Throws Error for an id outside the vocabulary or a full context.
   size_t eval(const int32_t* tokens, size_t n, float* all_logits = nullptr, const std::atomic<bool>* stop = nullptr,
               const std::function<void(size_t)>& progress = {});
@@ -8467,7 +8467,7 @@ size_t Engine::eval(const int32_t* tokens, size_t n, float* all_logits, const st
   size_t done = 0;
   while (done < n && !(stop && stop->load(std::memory_order_relaxed))) {
     const uint32_t m = uint32_t(std::min<size_t>(runner_.options.prefill_chunk, n - done));
-    const bool last = done + m == n || stop;       // an interrupted prompt keeps valid logits too
+    const bool last = done + m == n;
     const Span span{tokens + done, m, position(), all_logits ? 0 : last ? m - 1 : m};
     eval_chunk(span, all_logits != nullptr, all_logits ? all_logits + done * s.n_vocab : nullptr);
     runner_.cache.advance(m);
@@ -9102,7 +9102,7 @@ struct Answer {
   float margin = INFINITY;             // smallest gap between the two best logits
   std::vector<TokenLogprobs> logprobs;
   // Against an expected answer: the first token that differs, and at that place the margin and how far
-  // the expected token lies below the best one.
+  // the expected token lies below the sampled one (negative: above).
   size_t first_difference = SIZE_MAX;
   float difference_margin = 0, difference_gap = 0;
 };
@@ -9225,15 +9225,12 @@ class Session {
     if (prompt.empty()) fail("the prompt is empty");
     if (prompt.size() > engine_.ctx())
       fail("the prompt has %zu tokens, more than the context of %u; %s", prompt.size(), engine_.ctx(), room_for_more().c_str());
-    if (!is_at(prompt)) {
-      const size_t most = std::min(cached_.size(), prompt.size() - 1);              // the last token's logits are needed
-      size_t common = 0;
-      while (common < most && cached_[common] == prompt[common]) common++;
-      if (!engine_.rewind(uint32_t(common))) engine_.reset();
-      cached_.resize(engine_.position());
-    }
-    const size_t kept = cached_.size(), todo = prompt.size() - kept;
-    if (todo == 0) return kept;
+    const size_t most = std::min(cached_.size(), prompt.size() - 1);                // the last token's logits are needed
+    size_t common = 0;
+    while (common < most && cached_[common] == prompt[common]) common++;
+    if (!engine_.rewind(uint32_t(common))) engine_.reset();
+    const size_t kept = engine_.position(), todo = prompt.size() - kept;
+    cached_.resize(kept);
     const size_t done = engine_.eval(prompt.data() + kept, todo, nullptr, stop_, [&](size_t n) {
       if (progress) progress(n, todo);
     });
@@ -10586,7 +10583,8 @@ static bool wants_stats(const Options& o) { return !g_quiet && o.stats.value_or(
 static std::string stats_line(Runtime& rt, const Answer& a) {
   const size_t n = a.tokens.size(), ctx = rt.session().engine().ctx();
   const auto rate = [](size_t count, double seconds) { return seconds > 0 ? double(count) / seconds : 0.0; };
-  const double speed = rate(n ? n - 1 : 0, a.seconds);      // the first token comes from the prompt's last logits
+  // The first token comes from the prompt's last logits; an interrupted answer was about to get one more.
+  const double speed = rate(n - (n && a.finish != Finish::interrupted), a.seconds);
   return format("prompt %zu tok %.1f t/s | answer %zu tok %.1f t/s %.1f GB/s | ctx %zu/%zu | #%s", a.read_tokens,
                 rate(a.read_tokens, a.prompt_seconds), n, speed, speed * double(bytes_per_token(rt.model())) / 1e9,
                 std::min(a.cached_tokens + a.read_tokens + n, ctx), ctx, hash_text(a.hash).c_str());
@@ -10805,7 +10803,7 @@ static std::string token_difference(const Vocab& vocab, const Answer& a, const s
   if (at == SIZE_MAX) return format("tokens_out: %s, expected %zu", counted(a.tokens.size(), "token").c_str(), expected.size());
   std::string s = format("tokens_out[%zu]: %s, expected %s", at, shown(a.tokens).c_str(), shown(expected).c_str());
   s += format(" (margin there %.3f", double(a.difference_margin));
-  if (std::isfinite(a.difference_gap)) s += format(", the expected token %.3f below", double(a.difference_gap));
+  if (std::isfinite(a.difference_gap)) s += format(", the expected token %.3f below the sampled one", double(a.difference_gap));
   return s + ")";
 }
 

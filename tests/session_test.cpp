@@ -167,6 +167,19 @@ TEST(Session, AnswersTheSameFromAnyCacheState) {
   EXPECT_EQ(fresh.ask(b).hash, other.hash);
 }
 
+TEST(Session, InterruptedReadingLeavesNoStaleLogits) {
+  NanoRun run;
+  const std::vector<int32_t> a = run.prompt("What is the capital of France?"), b = run.prompt("What is the capital of Japan?");
+  const size_t common = size_t(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
+  run.ask(a);
+  run.stop = true;
+  EXPECT_EQ(run.ask(b).finish, Finish::interrupted);
+  run.stop = false;
+  const std::vector<int32_t> prefix(a.begin(), a.begin() + ptrdiff_t(common));     // exactly what the cache holds now
+  NanoRun fresh;
+  EXPECT_EQ(run.ask(prefix).hash, fresh.ask(prefix).hash);
+}
+
 TEST(Session, NextTurnReadsOnlyItself) {
   NanoRun run;
   Json messages = Json::array().push(chat_message("user", "My name is Clara."));

@@ -3762,7 +3762,8 @@ namespace ds4 {
 // 7. THREADS — one pool, dynamic chunks, robust to a busy core.   uses: 1
 // =============================================================================
 // In: a number of chunks and a function. Out: every chunk done once: each thread has a run of neighbours and helps the others
-// after it. A token is 100 to 150 such jobs of 0.1 to 2 ms, so workers spin between jobs and sleep only when nothing comes.
+// after it. A token of Flash is some 475 such jobs (11 a layer) of 0.02 to 2 ms, so workers spin between jobs and sleep only when
+// nothing comes.
 // Results never depend on who did what.
 
 namespace ds4 {
@@ -3924,7 +3925,7 @@ class ThreadPool {
   }
 
   void work(int thread) {
-    sigset_t terminal;                           // these end a read of the thread that reads: it gets them
+    sigset_t terminal;                           // these are to interrupt the read() of the thread at the terminal
     sigemptyset(&terminal);
     for (int signal : {SIGINT, SIGCONT, SIGWINCH}) sigaddset(&terminal, signal);
     pthread_sigmask(SIG_BLOCK, &terminal, nullptr);
@@ -7607,7 +7608,6 @@ class Cache {
 
   uint32_t position() const { return position_; }
   void advance(uint32_t n) { position_ += n; newest_ = std::max(newest_, position_); }
-  void reset() { rewind(0); }
   // Forgets the tokens from `position` on; false (and nothing changes) when the rings no longer hold what that needs.
   bool rewind(uint32_t position) {
     if (position > position_) return false;
@@ -7650,7 +7650,7 @@ class Cache {
 // 14. LAYER — one transformer block over a span of tokens.   uses: 6 7 9 13
 // =============================================================================
 // Enters: hyper-connection streams of a span of tokens that follow what the cache holds. Leaves: the streams after the
-// layer, and the cache grown by the span. Formulas: DeepSeek V4 as in the reference (README, "The model").
+// layer, and the cache grown by the span.
 // A span of one token is decoding, a longer one is prompt reading: the same code, the same bits.
 
 namespace ds4 {
@@ -7748,13 +7748,10 @@ class LayerRunner {
   uint64_t bytes() const { return arena_.bytes(); }
   void prepare(const Span& span);              // rotary angles of the span
   void run(uint32_t il, const Span& span);
-  void hc_head(const Span& span);              // streams -> ws.x normed, quantised
+  void hc_pre(const HyperConn& hc, const std::vector<float>& norm, uint32_t first, const Span& span);
   void matmul(const MatmulTask* tasks, size_t n);
   template <class F>
-  void for_each(size_t n, const F& f) {        // f(i, thread), in parallel when there is more than one
-    if (n == 1) f(size_t(0), 0);
-    else pool.run(n, f);
-  }
+  void for_each(size_t n, const F& f) { pool.run(n, f); }      // f(i, thread), in parallel when there is more than one
   void tap(uint32_t il, const char* name, const void* data, size_t rows, size_t cols, bool integer = false) {
     if (taps) taps(format("l%u.%s", il, name), data, rows, cols, integer);
   }
@@ -7772,7 +7769,6 @@ class LayerRunner {
  private:
   void lay_out();
   void angles(uint32_t ratio, uint64_t pos, float* cs) const;
-  void hc_pre(const HyperConn& hc, const std::vector<float>& norm, uint32_t first, const Span& span);
   void hc_post(const Span& span);
   void attention(uint32_t il, const Span& span);
   uint32_t take_waiting(LayerCache& c, const Span& span);
@@ -7940,13 +7936,13 @@ void LayerRunner::matmul(const MatmulTask* tasks, size_t n_tasks) {
 
 // From mix (the S (S + 2) outputs of fn) to pre, post and the nearly doubly stochastic C, in this order:
 // softmax over rows + eps; columns / (sum + eps); then iterations - 1 times rows / (sum + eps), columns / (sum + eps).
+// The head's fn has only pre.
 static void hc_coefficients(const float* mix, const HyperConn& hc, const Shape& s, float* pre, float* post, float* C) {
   const uint32_t S = s.n_hc;
   const float eps = s.hc_eps;
-  for (uint32_t i = 0; i < S; i++) {
-    pre[i] = float(sigmoid_f64(mix[i] * hc.scale[0] + hc.base[i])) + eps;
-    post[i] = 2.0f * float(sigmoid_f64(mix[S + i] * hc.scale[1] + hc.base[S + i]));
-  }
+  for (uint32_t i = 0; i < S; i++) pre[i] = float(sigmoid_f64(mix[i] * hc.scale[0] + hc.base[i])) + eps;
+  if (hc.fn.rows == S) return;
+  for (uint32_t i = 0; i < S; i++) post[i] = 2.0f * float(sigmoid_f64(mix[S + i] * hc.scale[1] + hc.base[S + i]));
   for (uint32_t j = 0; j < S; j++) {
     float* row = C + j * S;
     float top = -INFINITY, sum = 0;
@@ -7968,7 +7964,7 @@ static void hc_coefficients(const float* mix, const HyperConn& hc, const Shape& 
   }
 }
 
-// streams -> x = rms(sum_s pre[s] H[s]) * norm, quantised; post and comb for hc_post.
+// streams of the tokens from `first` on -> x = rms(sum_s pre[s] H[s]) * norm, quantised; post and comb for hc_post.
 void LayerRunner::hc_pre(const HyperConn& hc, const std::vector<float>& norm, uint32_t first, const Span& span) {
   ProfileTimer timer(profile, kPartHc);
   const uint32_t S = shape.n_hc, E = shape.n_embd;
@@ -7978,7 +7974,7 @@ void LayerRunner::hc_pre(const HyperConn& hc, const std::vector<float>& norm, ui
     const size_t t = first + i;
     float* mix = ws.mix.row[t];
     const float inv = 1.0f / std::sqrt(kernels.sum_squares(ws.streams.row[t], ws.streams.cols) / float(ws.streams.cols) + shape.rms_eps);
-    for (uint32_t k = 0; k < ws.mix.cols; k++) mix[k] *= inv;
+    for (uint32_t k = 0; k < hc.fn.rows; k++) mix[k] *= inv;
     float pre[kMaxStreams];
     hc_coefficients(mix, hc, shape, pre, ws.post + t * S, ws.comb + t * S * S);
     kernels.hc_mix(ws.streams.row[t], pre, S, ws.x.row[t], E);
@@ -7994,23 +7990,6 @@ void LayerRunner::hc_post(const Span& span) {
   for_each(span.n - first, [&](size_t i, int) {
     const size_t t = first + i;
     kernels.hc_update(ws.streams.row[t], ws.attn.row[t], ws.post + t * S, ws.comb + t * S * S, S, shape.n_embd);
-  });
-}
-
-// Collapses the streams of the wanted tokens for the output matrix: sum_s pre[s] H[s], no Sinkhorn.
-void LayerRunner::hc_head(const Span& span) {
-  const HyperConn& hc = model.hc_head;
-  const uint32_t S = shape.n_hc, first = span.first;
-  const MatmulTask task{hc.fn, &ws.streams, first, nullptr, ws.mix.row + first, span.n - first, true};
-  matmul(&task, 1);
-  for_each(span.n - first, [&](size_t i, int) {
-    const size_t t = first + i;
-    const float inv = 1.0f / std::sqrt(kernels.sum_squares(ws.streams.row[t], ws.streams.cols) / float(ws.streams.cols) + shape.rms_eps);
-    float pre[kMaxStreams];
-    for (uint32_t s = 0; s < S; s++) pre[s] = float(sigmoid_f64(ws.mix.row[t][s] * inv * hc.scale[0] + hc.base[s])) + shape.hc_eps;
-    kernels.hc_mix(ws.streams.row[t], pre, S, ws.x.row[t], shape.n_embd);
-    kernels.rms_norm(ws.x.row[t], model.output_norm.data(), shape.rms_eps, ws.x.row[t], shape.n_embd);
-    quantize(ws.x, t);
   });
 }
 
@@ -8113,51 +8092,38 @@ void LayerRunner::compress_blocks(uint32_t il, uint32_t pos, uint32_t n) {
   const LayerWeights& w = model.layers[il];
   LayerCache& c = cache.layer(il);
   const uint32_t r = c.ratio, D = shape.head_dim, ID = shape.idx_dim;
+  struct Part { const Compressor& w; const Rows &k, &z; float *ring_k, *ring_z; uint32_t width, dim; };
+  const Part parts[] = {{w.comp, ws.k, ws.z, c.k, c.z, c.width, D}, {w.idx_comp, ws.index_k, ws.index_z, c.index_k, c.index_z, 2 * ID, ID}};
+  const size_t n_parts = r == 4 ? 2 : 1;         // the second is the indexer's
   for_each(n, [&](size_t t, int) {               // scores get their position bias before they are kept
-    const size_t slot = (pos + t) % r;
-    kernels.add_to(ws.z.row[t], w.comp.ape.data() + slot * c.width, c.width);
-    if (r == 4) kernels.add_to(ws.index_z.row[t], w.idx_comp.ape.data() + slot * 2 * ID, 2 * ID);
+    for (size_t i = 0; i < n_parts; i++) kernels.add_to(parts[i].z.row[t], parts[i].w.ape.data() + (pos + t) % r * parts[i].width, parts[i].width);
   });
   const uint64_t block0 = pos / r, block1 = (uint64_t(pos) + n) / r;
-  auto state_row = [&](const Rows& rows, const float* ring, uint32_t width, uint64_t p) {
-    return p >= pos ? rows.row[p - pos] : ring + size_t(p % c.state_rows) * width;
-  };
-  auto pool_block = [&](uint64_t block, const Compressor& comp, const Rows& k, const Rows& z, const float* ring_k, const float* ring_z, uint32_t width, uint32_t dim,
-                        float* out) {
+  for_each(size_t(block1 - block0) * n_parts, [&](size_t i, int thread) {
+    const Part& part = parts[i % n_parts];
+    const uint64_t block = block0 + i / n_parts;
     const float *ks[kMaxRatio], *zs[kMaxRatio];
     size_t slots = 0;
     for (uint64_t p = block * r - (r == 4 && block ? 4 : 0); p < (block + 1) * r; p++, slots++) {
-      const uint32_t half = r == 4 && p >= block * r ? dim : 0;
-      ks[slots] = state_row(k, ring_k, width, p) + half;
-      zs[slots] = state_row(z, ring_z, width, p) + half;
+      const size_t half = r == 4 && p >= block * r ? part.dim : 0, kept = size_t(p % c.state_rows) * part.width;
+      ks[slots] = (p >= pos ? part.k.row[p - pos] : part.ring_k + kept) + half;
+      zs[slots] = (p >= pos ? part.z.row[p - pos] : part.ring_z + kept) + half;
     }
-    kernels.compress(ks, zs, slots, out, dim);
-    kernels.rms_norm(out, comp.norm.data(), shape.rms_eps, out, dim);
+    float* row = ws.thread_row + size_t(thread) * std::max(D, ID);
+    kernels.compress(ks, zs, slots, row, part.dim);
+    kernels.rms_norm(row, part.w.norm.data(), shape.rms_eps, row, part.dim);
     float cs[kMaxRot];
     angles(r, block * r, cs);
-    kernels.rope(out + dim - shape.n_rot, cs, 1.0f, shape.n_rot);
-  };
-  const size_t stores = r == 4 ? 2 : 1;
-  if (block1 > block0) for_each(size_t(block1 - block0) * stores, [&](size_t i, int thread) {
-    const uint64_t block = block0 + i / stores;
-    float* row = ws.thread_row + size_t(thread) * std::max(D, ID);
-    if (i % stores == 0) {
-      pool_block(block, w.comp, ws.k, ws.z, c.k, c.z, c.width, D, row);
-      kernels.store_kv_row(row, D, shape.n_rot, options.plain_kv, c.rows + block * cache.kv_stride());
-    } else {
-      pool_block(block, w.idx_comp, ws.index_k, ws.index_z, c.index_k, c.index_z, 2 * ID, ID, row);
-      kernels.store_index_row(row, ID, options.plain_kv, c.index_rows + block * cache.index_stride());
-    }
+    kernels.rope(row + part.dim - shape.n_rot, cs, 1.0f, shape.n_rot);
+    if (&part == parts) kernels.store_kv_row(row, D, shape.n_rot, options.plain_kv, c.rows + block * cache.kv_stride());
+    else kernels.store_index_row(row, ID, options.plain_kv, c.index_rows + block * cache.index_stride());
   });
-  auto keep = [&](const Rows& rows, float* ring, uint32_t width) {
-    for (uint32_t t = n - std::min(n, c.state_rows); t < n; t++)
-      std::memcpy(ring + size_t((pos + t) % c.state_rows) * width, rows.row[t], width * sizeof(float));
-  };
-  keep(ws.k, c.k, c.width);
-  keep(ws.z, c.z, c.width);
-  if (r == 4) {
-    keep(ws.index_k, c.index_k, 2 * ID);
-    keep(ws.index_z, c.index_z, 2 * ID);
+  for (size_t i = 0; i < n_parts; i++) {
+    for (uint32_t t = n - std::min(n, c.state_rows); t < n; t++) {
+      const size_t kept = size_t((pos + t) % c.state_rows) * parts[i].width, nbytes = parts[i].width * sizeof(float);
+      std::memcpy(parts[i].ring_k + kept, parts[i].k.row[t], nbytes);
+      std::memcpy(parts[i].ring_z + kept, parts[i].z.row[t], nbytes);
+    }
   }
   c.waiting = pos + n;
   if (taps) tap_compressed(il, block0, block1);
@@ -8172,9 +8138,14 @@ static void top_k(const float* score, uint32_t n, uint32_t k, uint32_t* rank) {
     const uint32_t u = bit_cast<uint32_t>(score[i] == 0.0f ? 0.0f : score[i]);
     return u & 0x80000000u ? ~u : u | 0x80000000u;
   };
-  for (uint32_t i = 0; i < n; i++) rank[i] = i;
-  std::nth_element(rank, rank + k - 1, rank + n, [&](uint32_t a, uint32_t b) { const uint32_t x = key(a), y = key(b); return x != y ? x > y : a < b; });
-  std::sort(rank, rank + k);
+  for (uint32_t i = 0; i < n; i++) rank[i] = key(i);
+  std::nth_element(rank, rank + k - 1, rank + n, std::greater<uint32_t>());
+  const uint32_t least = rank[k - 1];
+  auto n_least = k - std::count_if(rank, rank + k, [&](uint32_t x) { return x > least; });
+  for (uint32_t i = 0, m = 0; m < k; i++) {
+    const uint32_t x = key(i);
+    if (x > least || (x == least && n_least-- > 0)) rank[m++] = i;
+  }
 }
 
 // The idx_top_k visible compressed rows with the highest scores sum_h w_h max(0, iq_h . row), equal scores: the smaller
@@ -8434,7 +8405,7 @@ class Engine {
   const RunOptions& options() const { return runner_.options; }
   const Model& model() const { return runner_.model; }
   const float* logits() const { return logits_.data(); }               // [n_vocab] of the newest position
-  void reset() { runner_.cache.reset(); }
+  void reset() { runner_.cache.rewind(0); }
   // Forgets the tokens from `position` on; false when that state is gone (then reset and eval again).
   bool rewind(uint32_t position) { return runner_.cache.rewind(position); }
   void set_taps(TapSink sink) { runner_.taps = std::move(sink); }
@@ -8447,7 +8418,7 @@ class Engine {
               const std::function<void(size_t)>& progress = {});
 
  private:
-  void eval_chunk(const Span& span, bool all, float* all_logits);
+  void eval_chunk(const Span& span, float* all_logits);
 
   LayerRunner runner_;
   AlignedBuffer<float> logits_;
@@ -8469,7 +8440,7 @@ size_t Engine::eval(const int32_t* tokens, size_t n, float* all_logits, const st
     const uint32_t m = uint32_t(std::min<size_t>(runner_.options.prefill_chunk, n - done));
     const bool last = done + m == n;
     const Span span{tokens + done, m, position(), all_logits ? 0 : last ? m - 1 : m};
-    eval_chunk(span, all_logits != nullptr, all_logits ? all_logits + done * s.n_vocab : nullptr);
+    eval_chunk(span, all_logits ? all_logits + done * s.n_vocab : nullptr);
     runner_.cache.advance(m);
     done += m;
     if (progress) progress(done);
@@ -8479,7 +8450,7 @@ size_t Engine::eval(const int32_t* tokens, size_t n, float* all_logits, const st
 
 // One chunk through the network. span.first: the first token whose logits are wanted (n: none, only the cache grows);
 // the layers before the last need every token, the last one only those.
-void Engine::eval_chunk(const Span& span, bool all, float* all_logits) {
+void Engine::eval_chunk(const Span& span, float* all_logits) {
   LayerRunner& r = runner_;
   const Shape& s = r.shape;
   {
@@ -8496,14 +8467,14 @@ void Engine::eval_chunk(const Span& span, bool all, float* all_logits) {
   every.first = 0;
   for (uint32_t il = 0; il < s.n_layer; il++) r.run(il, il + 1 < s.n_layer ? every : span);
   if (span.first == span.n) return;
+  r.hc_pre(r.model.hc_head, r.model.output_norm, span.first, span);
   ProfileTimer timer(r.profile, kPartHead);
-  r.hc_head(span);
   if (r.taps) r.taps("result_norm", r.ws.x.row[span.first], span.n - span.first, s.n_embd, false);
   const uint32_t n = span.n - span.first;
-  for (uint32_t t = 0; t < n; t++) logit_rows_[t] = all ? all_logits + size_t(t) * s.n_vocab : logits_.data();
+  for (uint32_t t = 0; t < n; t++) logit_rows_[t] = all_logits ? all_logits + size_t(t) * s.n_vocab : logits_.data();
   const MatmulTask task{r.model.output, &r.ws.x, span.first, nullptr, logit_rows_.data(), n, false};
   r.matmul(&task, 1);
-  if (all) std::memcpy(logits_.data(), logit_rows_[n - 1], s.n_vocab * sizeof(float));
+  if (all_logits) std::memcpy(logits_.data(), logit_rows_[n - 1], s.n_vocab * sizeof(float));
 }
 
 }  // namespace ds4
@@ -8648,7 +8619,7 @@ class Sampler {
     const double log_sum = log_f64(double(mass_all()) / double(kFullWeight));
     const auto log_prob = [&](float l) { return std::max(float(double(l) - double(top) - log_sum), kLogitFloor); };
     if (n_best > 0) {
-      if (n_best == 1) keep_best(); else top_k(n_best);
+      top_k(n_best);
       if (!listed_) collect(kLowest);
       for (size_t i = 0; i < count_; i++) best.push_back({ids_[i], v_[i]});
       std::sort(best.begin(), best.end(), [](const LogProb& a, const LogProb& b) { return a.value != b.value ? a.value > b.value : a.id < b.id; });
@@ -9114,7 +9085,6 @@ class StopFilter {
   // Appends to out what is certain. True when a stop text was found: what precedes it is in out.
   bool feed(std::string_view piece, std::string& out) {
     if (found_) return true;
-    if (stops_.empty()) return out += piece, false;
     held_ += piece;
     size_t at = std::string::npos, keep = 0;
     for (const std::string& s : stops_) at = std::min(at, held_.find(s));

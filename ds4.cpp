@@ -601,6 +601,13 @@ alignas(64) constexpr std::array<uint64_t, 2048> kGrid1s = expand_grid<uint64_t,
     "BBAAAAAAAABBAABCCBDAAAABAABBBBBBFDCBEBFBACABABFBEADACAAHBBFJBFFDDBBACDAIFDBFHBBBBBBBAABBDBBBBBBAABDBACBBFBBDBDHIIHBB"
     "BDBDLFBAAMBDBEEBDBEFBBBKBDBEEBDBECCBBBAOBCCBBBBJEBCBMDBAGDDBEFDBFEBDBEEBDBQFFBFCABBBCAAAF]BBBBBHBDBFBAABFDBBAABDBBPF"
     "DCBCHBCCBAACBLDDABCBBDBDBJBDBKBBBKBDBEEBDBEHDCCFHDDBDBKEMBDBJBDBKBBMBDBEEBDB", kLevels1, 3);
+// The entries of IQ1 with both shifts: bit 11 of a number is the sign of the shift.
+constexpr std::array<uint64_t, 4096> shift_grid(const std::array<uint64_t, 2048>& a) {
+  std::array<uint64_t, 4096> grid{};
+  for (size_t i = 0; i < 2048; i++) grid[i] = a[i] + 0x0101010101010101u, grid[2048 + i] = a[i] - 0x0101010101010101u;
+  return grid;
+}
+alignas(64) constexpr std::array<uint64_t, 4096> kGrid1 = shift_grid(kGrid1s);
 alignas(64) constexpr std::array<uint32_t, 256> kGrid3xxs = expand_grid<uint32_t, 256>(
     "@BBEBDABGIYBDBEBGDCBGKLHBBEGBGBDJFNDFABKdSTEKLBDFSPtWTDBUNPBEBGBEBBKAXBGGBpBEBGGcFBNIMPKDdiDRSL~PNaBGBEBDCI`BBCBGG[D"
     "AHBGFABMAMTGDmDbNXTJ[~HBKW]GBGBUMEFBNIKB[BEMUPOR~@OSFFL[`RUiUTKNBLD~PTOAPFQ_`fKbNU~PCBNsWWHFPW`NaHj^KDdHW~RmNsPBN^a_"
@@ -819,7 +826,6 @@ DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {_mm512_insert
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(load64(p), load64(q)))}; }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {_mm512_cvtepi16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1))}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
-DS4_INLINE void store_low16(void* p, i32x16 a) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v)); }
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
@@ -840,6 +846,10 @@ DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { return {_mm512_and_si512(a.v, b.v)}; }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { return {_mm512_slli_epi16(a.v, k)}; }
 template <int k> DS4_INLINE i8x64 shr8(i8x64 a, int mask) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, k), _mm512_set1_epi8(char(mask)))}; }
+DS4_INLINE i8x64 top_sevens(const void* p, const void* q) {
+  const __m256i a = _mm512_cvtepi16_epi8(_mm512_srli_epi16(load512(p), 9)), b = _mm512_cvtepi16_epi8(_mm512_srli_epi16(load512(q), 9));
+  return {_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)};
+}
 DS4_INLINE i8x64 nibbles(const void* p, const void* q) {
   const __m512i v = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_broadcastsi128_si256(load128(p))), _mm256_broadcastsi128_si256(load128(q)), 1);
   constexpr long long k4 = 0x0004000400040004;
@@ -858,7 +868,6 @@ DS4_INLINE i8x64 mul_lanes(i8x64 a, const void* s) {
 }
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { return {_mm512_mask_add_epi8(a.v, mask, a.v, _mm512_set1_epi8(char(c)))}; }
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { return {_mm512_mask_sub_epi8(a.v, load_le<uint64_t>(bits), _mm512_set1_epi8(char(c)), a.v)}; }
-DS4_INLINE i8x64 repeat8(const void* p) { return {_mm512_shuffle_epi8(_mm512_set1_epi64(load_le<int64_t>(p)), _mm512_set_epi64(0x0707070707070707, 0x0606060606060606, 0x0505050505050505, 0x0404040404040404, 0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000))}; }
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   const __m512i l = _mm512_unpacklo_epi8(a.v, b.v), h = _mm512_unpackhi_epi8(a.v, b.v);
   *lo = {_mm512_permutex2var_epi64(l, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), h)};
@@ -925,7 +934,7 @@ DS4_INLINE void unzip(i8x64 a, i8x64 b, i8x64* w) {
   w[0] = {_mm512_castps_si512(_mm512_shuffle_ps(u, v, 0x88))};
   w[1] = {_mm512_castps_si512(_mm512_shuffle_ps(u, v, 0xdd))};
 }
-DS4_INLINE i8x64 byte_of_word(i32x16 a, int i) {                   // byte i of each word, four times
+DS4_INLINE i8x64 byte_of_word(i8x64 a, int i) {                   // byte i of each word, four times
   const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
   return {_mm512_shuffle_epi8(a.v, _mm512_add_epi8(first, _mm512_set1_epi8(char(i))))};
 }
@@ -1026,10 +1035,6 @@ DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {{_mm256_cvtepu8_epi32(load64(p)), _mm256_cvtepu8_epi32(load64(q))}}; }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {{_mm256_cvtepi16_epi32(load128(p)), _mm256_cvtepi16_epi32(load128(q))}}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { store256(p, a.v[0]); store256(static_cast<uint8_t*>(p) + 32, a.v[1]); }
-DS4_INLINE void store_low16(void* p, i32x16 a) {
-  const __m256i m = _mm256_set1_epi32(0xffff);
-  store256(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(a.v[0], m), _mm256_and_si256(a.v[1], m)), 0xd8));
-}
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { return DS4_EACH(i32x16, _mm256_add_epi32); }
 DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { return DS4_EACH(i32x16, _mm256_sub_epi32); }
 DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { return DS4_EACH(i32x16, _mm256_mullo_epi32); }
@@ -1050,6 +1055,11 @@ DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_xor_si25
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_and_si256); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { return {{_mm256_slli_epi16(a.v[0], k), _mm256_slli_epi16(a.v[1], k)}}; }
 template <int k> DS4_INLINE i8x64 shr8(i8x64 a, int mask) { return and8({{_mm256_srli_epi16(a.v[0], k), _mm256_srli_epi16(a.v[1], k)}}, set1_8(mask)); }
+DS4_INLINE __m256i top_sevens_half(const void* p) {
+  const __m256i a = _mm256_srli_epi16(load256(p), 9), b = _mm256_srli_epi16(load256(static_cast<const uint8_t*>(p) + 32), 9);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8);
+}
+DS4_INLINE i8x64 top_sevens(const void* p, const void* q) { return {{top_sevens_half(p), top_sevens_half(q)}}; }
 DS4_INLINE __m256i nibbles_half(const void* p) {
   const __m128i a = load128(p);
   return _mm256_and_si256(_mm256_inserti128_si256(_mm256_castsi128_si256(a), _mm_srli_epi16(a, 4), 1), _mm256_set1_epi8(15));
@@ -1076,7 +1086,6 @@ DS4_INLINE i8x64 repeat8(__m256i v) {                              // v: the eig
   const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
   return {{_mm256_shuffle_epi8(v, spread), _mm256_shuffle_epi8(v, _mm256_or_si256(spread, _mm256_set1_epi8(4)))}};
 }
-DS4_INLINE i8x64 repeat8(const void* p) { return repeat8(_mm256_set1_epi64x(load_le<int64_t>(p))); }
 DS4_INLINE i8x64 bit_mask(__m256i v) {                             // byte i: all ones if bit i is set
   const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
   const i8x64 b = repeat8(v);
@@ -1158,7 +1167,7 @@ DS4_INLINE void unzip(i8x64 a, i8x64 b, i8x64* w) {
     w[1].v[i] = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0xdd));
   }
 }
-DS4_INLINE i8x64 byte_of_word(i32x16 a, int i) {
+DS4_INLINE i8x64 byte_of_word(i8x64 a, int i) {
   const __m256i first = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
   const __m256i at = _mm256_add_epi8(first, _mm256_set1_epi8(char(i)));
   return {{_mm256_shuffle_epi8(a.v[0], at), _mm256_shuffle_epi8(a.v[1], at)}};
@@ -1260,7 +1269,6 @@ DS4_INLINE i32x16 load_u8(const void* p, const void* q) {
 }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { DS4_EACH(i32x16, vmovl_s16(vreinterpret_s16_u8(vld1_u8(static_cast<const uint8_t*>(i < 2 ? p : q) + 8 * (i & 1))))); }
 DS4_INLINE void store_i32(void* p, i32x16 a) { for (int i = 0; i < 4; i++) vst1q_u8(static_cast<uint8_t*>(p) + 16 * i, vreinterpretq_u8_s32(a.v[i])); }
-DS4_INLINE void store_low16(void* p, i32x16 a) { for (int i = 0; i < 4; i++) vst1_u8(static_cast<uint8_t*>(p) + 8 * i, vreinterpret_u8_s16(vmovn_s32(a.v[i]))); }
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { DS4_EACH(i32x16, vaddq_s32(a.v[i], b.v[i])); }
 DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { DS4_EACH(i32x16, vsubq_s32(a.v[i], b.v[i])); }
 DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { DS4_EACH(i32x16, vmulq_s32(a.v[i], b.v[i])); }
@@ -1281,6 +1289,9 @@ DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, veorq_u8(a.v[i], b.v[i
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, vandq_u8(a.v[i], b.v[i])); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { DS4_EACH(i8x64, vshlq_n_u8(a.v[i], k)); }
 template <int k> DS4_INLINE i8x64 shr8(i8x64 a, int mask) { DS4_EACH(i8x64, vandq_u8(vshrq_n_u8(a.v[i], k), vdupq_n_u8(uint8_t(mask)))); }
+DS4_INLINE i8x64 top_sevens(const void* p, const void* q) {
+  DS4_EACH(i8x64, vshrq_n_u8(vld2q_u8(static_cast<const uint8_t*>(i < 2 ? p : q) + 32 * (i & 1)).val[1], 1));
+}
 DS4_INLINE i8x64 nibbles(const void* p, const void* q) {
   const uint8x16_t a = vld1q_u8(static_cast<const uint8_t*>(p)), b = vld1q_u8(static_cast<const uint8_t*>(q)), m = vdupq_n_u8(15);
   return {{vandq_u8(a, m), vshrq_n_u8(a, 4), vandq_u8(b, m), vshrq_n_u8(b, 4)}};
@@ -1298,7 +1309,6 @@ DS4_INLINE uint8x16_t bit_mask(uint64_t mask, int i) {           // byte j: all 
 }
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, vaddq_u8(a.v[i], vandq_u8(bit_mask(mask, i), vdupq_n_u8(uint8_t(c))))); }
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { DS4_EACH(i8x64, vbslq_u8(bit_mask(load_le<uint64_t>(bits), i), vsubq_u8(vdupq_n_u8(uint8_t(c)), a.v[i]), a.v[i])); }
-DS4_INLINE i8x64 repeat8(const void* p) { const uint8_t* b = static_cast<const uint8_t*>(p); DS4_EACH(i8x64, vcombine_u8(vdup_n_u8(b[2 * i]), vdup_n_u8(b[2 * i + 1]))); }
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   for (int i = 0; i < 4; i++) {
     i8x64* to = i < 2 ? lo : hi;
@@ -1426,7 +1436,6 @@ DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { DS4_EACH(i32x16, static_cast<const uint8_t*>(i < 8 ? p : q)[i & 7]); }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { DS4_EACH(i32x16, load_le<int16_t>(static_cast<const uint8_t*>(i < 8 ? p : q) + 2 * (i & 7))); }
 DS4_INLINE void store_i32(void* p, i32x16 a) { std::memcpy(p, a.v, 64); }
-DS4_INLINE void store_low16(void* p, i32x16 a) { for (int i = 0; i < 16; i++) std::memcpy(static_cast<uint8_t*>(p) + 2 * i, &a.v[i], 2); }
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { DS4_EACH(i32x16, a.v[i] + b.v[i]); }
 DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { DS4_EACH(i32x16, a.v[i] - b.v[i]); }
 DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { DS4_EACH(i32x16, a.v[i] * b.v[i]); }
@@ -1447,6 +1456,8 @@ DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, a.v[i] ^ b.v[i]); }
 DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, a.v[i] & b.v[i]); }
 template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { DS4_EACH(i8x64, uint8_t(a.v[i] << k)); }                     // nothing may leave the byte
 template <int k> DS4_INLINE i8x64 shr8(i8x64 a, int mask) { DS4_EACH(i8x64, uint8_t((a.v[i] >> k) & mask)); }  // mask < 256 >> k
+// The upper seven bits of 32 words of 16 bits at p, then at q.
+DS4_INLINE i8x64 top_sevens(const void* p, const void* q) { DS4_EACH(i8x64, static_cast<const uint8_t*>(i < 32 ? p : q)[2 * (i & 31) + 1] >> 1); }
 // p[16] low nibbles, high nibbles, q[16] low nibbles, high nibbles.
 DS4_INLINE i8x64 nibbles(const void* p, const void* q) { DS4_EACH(i8x64, (static_cast<const uint8_t*>(i < 32 ? p : q)[i & 15] >> (i & 16) / 4) & 15); }
 // (p[32] >> s0) & mask, (p[32] >> s1) & mask; mask < 256 >> max(s0, s1).
@@ -1457,7 +1468,6 @@ DS4_INLINE i8x64 mul_lanes(i8x64 a, const void* s) { DS4_EACH(i8x64, uint8_t(a.v
 DS4_INLINE i8x64 add_where(i8x64 a, uint64_t mask, int c) { DS4_EACH(i8x64, uint8_t(a.v[i] + (mask >> i & 1 ? c : 0))); }
 // c - a where the bit is set; a < c, a power of two.
 DS4_INLINE i8x64 reflect_where(i8x64 a, const void* bits, int c) { DS4_EACH(i8x64, uint8_t(static_cast<const uint8_t*>(bits)[i / 8] >> (i & 7) & 1 ? c - a.v[i] : a.v[i])); }
-DS4_INLINE i8x64 repeat8(const void* p) { DS4_EACH(i8x64, static_cast<const uint8_t*>(p)[i / 8]); }
 // a[0] b[0] a[1] b[1] ..: the first 64 to lo.
 DS4_INLINE void zip8(i8x64 a, i8x64 b, i8x64* lo, i8x64* hi) {
   for (int i = 0; i < 64; i++) (i < 32 ? lo : hi)->v[2 * i % 64] = a.v[i], (i < 32 ? lo : hi)->v[2 * i % 64 + 1] = b.v[i];
@@ -1803,16 +1813,20 @@ static void unpack_tq1_0(const uint8_t* p, size_t n, Group& g) {
   store(g.d, d_pair(b, b + n - 1));
 }
 
-// Seven sign bits in the low bits of every byte -> eight: the last makes the number of ones even.
-DS4_INLINE i32x16 with_parity(i32x16 s) {
-  i32x16 p = xor_(s, shr<4>(s));
-  p = xor_(p, shr<2>(p));
-  return or_(s, shl<7>(and_bits(xor_(p, shr<1>(p)), 0x01010101)));
+DS4_INLINE i8x64 as_bytes(i32x16 a) {
+  alignas(64) uint8_t t[64];
+  store_i32(t, a);
+  return load8(t);
 }
-// Words of 4 x 7 sign bits and a 4-bit scale on top: the signs as 4 bytes; the scale as 2s + 1.
-DS4_INLINE i32x16 sign_bytes(i32x16 v) {
-  const i32x16 s = or_(or_(and_bits(v, 0x7f), and_bits(shl<1>(v), 0x7f00)), or_(and_bits(shl<2>(v), 0x7f0000), and_bits(shl<3>(v), 0x7f000000)));
-  return with_parity(s);
+// Seven sign bits in the low bits of every byte -> eight: the last makes the number of ones even.
+DS4_INLINE i8x64 with_parity(i8x64 s) {
+  alignas(16) static constexpr uint8_t kOdd[16] = {0, 128, 128, 0, 128, 0, 0, 128, 128, 0, 0, 128, 0, 128, 128, 0};
+  return add8(s, lookup(kOdd, and8(xor8(s, shr8<4>(s, 15)), set1_8(15))));
+}
+// Words of 4 x 7 sign bits and a 4-bit scale on top: the signs as 4 bytes.
+DS4_INLINE i8x64 sign_bytes(i32x16 v) {
+  const i32x16 u = or_(and_bits(v, 0x3fff), and_bits(shl<2>(v), 0x3fff0000));
+  return with_parity(as_bytes(or_(and_bits(u, 0x007f007f), and_bits(shl<1>(u), 0x7f007f00))));
 }
 // unit * (2s + 1), s = the top four bits.
 #if DS4_PASS == 3
@@ -1835,7 +1849,7 @@ template <int k> DS4_INLINE void odd_scales(i32x16 v, LaneScales& g) {
 // Sixteen blocks of 32, from two blocks of the file (which may be the same).
 struct GridGroup {
   LaneScales scales;
-  i32x16 signs;                                // [block] byte j: the signs of values 8j .. 8j + 7; IQ1: a shift of them, +-1
+  i8x64 signs;                                 // [block] byte j: the signs of values 8j .. 8j + 7; not of IQ1
   alignas(64) uint16_t index[128];             // numbers of the grid entries, where the file does not have them as bytes
 };
 // index[k] = low[k] | high[k] << 8, 64 of them.
@@ -1845,11 +1859,6 @@ DS4_INLINE void join_bytes(i8x64 low, i8x64 high, uint16_t* index) {
   store8(index, a);
   store8(index + 32, b);
 }
-DS4_INLINE i8x64 as_bytes(i32x16 a) {
-  alignas(64) uint8_t t[64];
-  store_i32(t, a);
-  return load8(t);
-}
 
 DS4_INLINE void read_grid(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, GridGroup& g) {
   const i32x16 v = odd_words(a->g, b->g);
@@ -1857,19 +1866,15 @@ DS4_INLINE void read_grid(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, GridGrou
   g.scales.d = mul(d_pair(a, b), top_scale(v, 0.125f));
 }
 DS4_INLINE void read_grid(const BlockIQ2_XS* a, const BlockIQ2_XS* b, GridGroup& g) {
-  alignas(64) uint8_t signs[64];
-  for (int i = 0; i < 2; i++) {
-    const i32x16 v = load_i32((i == 0 ? a : b)->q), s = with_parity(and_bits(shr<9>(v), 0x007f007f));
-    store_i32(g.index + 32 * i, and_bits(v, 0x01ff01ff));
-    store_low16(signs + 32 * i, or_(s, shr<8>(s)));
-  }
-  g.signs = load_i32(signs, signs + 32);
+  store_i32(g.index, and_bits(load_i32(a->q), 0x01ff01ff));
+  store_i32(g.index + 32, and_bits(load_i32(b->q), 0x01ff01ff));
+  g.signs = with_parity(top_sevens(a->q, b->q));
   g.scales.d = mul(d_pair(a, b), set1(0.125f));
   odd_scales<4>(load_u8(a->s, b->s), g.scales);
 }
 DS4_INLINE void read_grid(const BlockIQ2_S* a, const BlockIQ2_S* b, GridGroup& g) {
   join_bytes(load8(a->q, b->q), as_bytes(spread2(load_u8(a->h, b->h))), g.index);
-  g.signs = load_i32(a->sg, b->sg);
+  g.signs = load8(a->sg, b->sg);
   g.scales.d = mul(d_pair(a, b), set1(0.125f));
   odd_scales<4>(load_u8(a->s, b->s), g.scales);
 }
@@ -1881,14 +1886,13 @@ DS4_INLINE void read_grid(const BlockIQ3_XXS* a, const BlockIQ3_XXS* b, GridGrou
 DS4_INLINE void read_grid(const BlockIQ3_S* a, const BlockIQ3_S* b, GridGroup& g) {
   join_bytes(load8(a->q), add_where(set1_8(0), load_le<uint64_t>(a->h), 1), g.index);
   join_bytes(load8(b->q), add_where(set1_8(0), load_le<uint64_t>(b->h), 1), g.index + 64);
-  g.signs = load_i32(a->sg, b->sg);
+  g.signs = load8(a->sg, b->sg);
   const uint64_t s[2] = {spread4(load_le<uint32_t>(a->s)), spread4(load_le<uint32_t>(b->s))};
   g.scales.d = mul(d_pair(a, b), to_f32(or_(shl<1>(load_u8(&s[0], &s[1])), set1_i32(1))));
 }
 DS4_INLINE void read_grid(const BlockIQ1_S* a, const BlockIQ1_S* b, GridGroup& g) {
   const i32x16 h = load_i16(a->h, b->h);                           // of each 32: 4 x 3 bits of numbers, scale, sign of the shift
-  join_bytes(load8(a->q, b->q), as_bytes(spread3(h)), g.index);
-  g.signs = or_(sar<31>(h), set1_i32(0x01010101));
+  join_bytes(load8(a->q, b->q), as_bytes(or_(spread3(h), and_bits(sar<31>(h), 0x08080808))), g.index);
   g.scales.d = mul(mul(d_pair(a, b), set1(0.125f)), to_f32(or_(and_bits(shr<11>(h), 14), set1_i32(1))));
 }
 DS4_INLINE uint16_t iq1_m_d(const BlockIQ1_M* b) {                 // the product moves nibble k from bit 16k to bit 48 + 4k
@@ -1899,12 +1903,7 @@ DS4_INLINE uint64_t iq1_m_scales(const BlockIQ1_M* b) {            // a byte of 
   return (s & m) | (s << 2 & m << 8);
 }
 DS4_INLINE void read_grid(const BlockIQ1_M* a, const BlockIQ1_M* b, GridGroup& g) {
-  const i8x64 h = nibble_pairs(a->h, b->h);                        // of each 8: 3 bits of the number, sign of the shift
-  alignas(16) static constexpr int8_t kShift[16] = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
-  alignas(64) uint8_t shift[64];
-  store8(shift, lookup(kShift, h));
-  join_bytes(load8(a->q, b->q), and8(h, set1_8(7)), g.index);
-  g.signs = load_i32(shift);
+  join_bytes(load8(a->q, b->q), nibble_pairs(a->h, b->h), g.index);      // of each 8: 3 bits of the number, sign of the shift
   const uint64_t s[2] = {iq1_m_scales(a), iq1_m_scales(b)};
   g.scales.d = mul(half_pair(iq1_m_d(a), iq1_m_d(b)), set1(0.125f));
   odd_scales<3>(load_u8(&s[0], &s[1]), g.scales);
@@ -1916,15 +1915,15 @@ template <const auto& kTable, int kOff, int kNumbers, bool kTwoScales>
 struct GridTraits {
   static constexpr auto& table = kTable;
   static constexpr int kOffset = kOff, kStep = kNumbers;
-  static constexpr bool kScaled = kTwoScales, kShifted = kOff == 9;   // shifted values instead of signs: IQ1
+  static constexpr bool kScaled = kTwoScales, kSigns = kOff != 9;
 };
 template <> struct GridType<BlockIQ2_XXS> : GridTraits<kGrid2xxs, 64, 8, false> {};
 template <> struct GridType<BlockIQ2_XS> : GridTraits<kGrid2xs, 64, 4, true> {};
 template <> struct GridType<BlockIQ2_S> : GridTraits<kGrid2s, 64, 4, true> {};
 template <> struct GridType<BlockIQ3_XXS> : GridTraits<kGrid3xxs, 64, 8, false> {};
 template <> struct GridType<BlockIQ3_S> : GridTraits<kGrid3s, 16, 8, false> {};
-template <> struct GridType<BlockIQ1_S> : GridTraits<kGrid1s, 9, 4, false> {};
-template <> struct GridType<BlockIQ1_M> : GridTraits<kGrid1s, 9, 4, true> {};
+template <> struct GridType<BlockIQ1_S> : GridTraits<kGrid1, 9, 4, false> {};
+template <> struct GridType<BlockIQ1_M> : GridTraits<kGrid1, 9, 4, true> {};
 // The numbers of b, the first or second 256 values (h).
 DS4_INLINE const uint8_t* grid_index(const BlockIQ2_XXS* b, const GridGroup&, size_t) { return b->g[0].q; }
 DS4_INLINE const uint8_t* grid_index(const BlockIQ3_XXS* b, const GridGroup&, size_t) { return b->q; }
@@ -1939,13 +1938,13 @@ static void unpack_grid(const uint8_t* p, size_t n, Group& g) {
   const Block* b = reinterpret_cast<const Block*>(p);
   GridGroup r;
   read_grid(b, b + n - 1, r);
-  store_i32(g.s, r.signs);
+  if constexpr (T::kSigns) store8(g.s, r.signs);
   for (size_t i = 0; i < n; i++) {
     const auto* at = grid_index(b + i, r, i);
     for (size_t j = 0; j < 4; j++, at += 2 * T::kStep) {
       const uint8_t* signs = g.s + 32 * i + 8 * j;
       const i8x64 v = grid_values(T::table.data(), at, at + T::kStep);
-      store8(g.q + 256 * i + 64 * j, T::kShifted ? add8(v, repeat8(signs)) : reflect_where(v, signs, 2 * T::kOffset));
+      store8(g.q + 256 * i + 64 * j, T::kSigns ? reflect_where(v, signs, 2 * T::kOffset) : v);
     }
   }
   store(g.d, r.scales.d);
@@ -2304,7 +2303,7 @@ template <class T, size_t n> constexpr std::array<T, n> minus_each(std::array<T,
 }
 template <class T> alignas(64) constexpr auto kPlainGrid = minus_each(T::table, T::kOffset);
 template <class T> DS4_INLINE auto row_grid() {
-  if constexpr (kSignsOfX && !T::kShifted) return kPlainGrid<T>.data();
+  if constexpr (kSignsOfX && T::kSigns) return kPlainGrid<T>.data();
   else return T::table.data();
 }
 
@@ -2312,11 +2311,9 @@ template <class T> DS4_INLINE auto row_grid() {
 template <class Block>
 DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, const void* const* x, size_t cols, size_t at, size_t n, f32x16* acc) {
   using T = GridType<Block>;
-  constexpr bool kBlockShift = std::is_same_v<Block, BlockIQ1_S>;  // one for the block: part of the offset
-  constexpr bool kOffsets = T::kShifted || !kSignsOfX;
+  constexpr bool kOffsets = !(T::kSigns && kSignsOfX);
   const auto *ia = grid_index(a, g, 0), *ib = grid_index(b, g, 1);
   i32x16 lo[kMaxRowTokens], hi[kMaxRowTokens], offset = set1_i32(T::kOffset);
-  if constexpr (kBlockShift) offset = sub(offset, sar<24>(g.signs));
   for (size_t t = 0; t < n; t++) {
     const ActRow row = act_row(x[t], cols);
     lo[t] = kOffsets ? mul(sar<7>(load_i32((T::kScaled ? row.c_lo : row.c) + at)), offset) : set1_i32(0);
@@ -2324,15 +2321,13 @@ DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, con
   }
   DS4_UNROLL
   for (size_t i = 0; i < 4; i++) {
-    i8x64 w[2], s = {};
+    i8x64 w[2];
     grid_words<T::kStep>(row_grid<T>(), ia, ib, i, w);
-    if constexpr (!kBlockShift) s = byte_of_word(g.signs, int(i));
-    if constexpr (T::kShifted && !kBlockShift) w[0] = add8(w[0], s), w[1] = add8(w[1], s);
     for (size_t t = 0; t < n; t++) {
       i32x16& sum = i < 2 ? lo[t] : hi[t];
       const int8_t* q = act_row(x[t], cols).qt + 32 * at + 128 * i;
-      if constexpr (T::kShifted) sum = dot_words(sum, w, q);
-      else sum = dot_words<T::kOffset>(sum, w, s, q);
+      if constexpr (T::kSigns) sum = dot_words<T::kOffset>(sum, w, byte_of_word(g.signs, int(i)), q);
+      else sum = dot_words(sum, w, q);
     }
   }
   for (size_t t = 0; t < n; t++) {

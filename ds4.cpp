@@ -11407,7 +11407,8 @@ static int run_inspect(Runtime& rt) {
   const MemoryPlan plan = memory_plan(m, run);
   Json types = Json::array();
   for (const RoleUse& r : role_table(m)) {
-    Json use = Json::object().set("role", r.role).set("type", type_info(r.type).name);
+    const TypeInfo* info = type_info(uint32_t(r.type));          // null: an MTP block may have any type
+    Json use = Json::object().set("role", r.role).set("type", info ? info->name : format("type %u", uint32_t(r.type)));
     types.push(use.set("tensors", r.count).set("bytes", r.nbytes));
   }
   Json memory = Json::object().set("ctx", run.ctx).set("weights", plan.weights).set("mapped", !rt.options().gguf.no_mmap);

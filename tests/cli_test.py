@@ -386,6 +386,19 @@ def test_inspect_and_check():
     assert bad.code in (0, 1)
 
 
+def test_inspect_knows_no_type_of_an_unread_tensor():
+    with open(MODEL, "rb") as f:
+        data = f.read()
+    name, unread = b"blk.5.attn_norm.weight", b"blk.5.nextn.one.weight"      # makes the last block one of multi-token prediction
+    at = data.index(name) + len(name) + 4 + 8                                # after its one dimension
+    model = path("mtp.gguf", data[:at] + struct.pack("<I", 41) + data[at + 4:])
+    fails(ds4("--inspect", model=model), 1, "blk.5.attn_norm.weight has unknown type 41")
+    model = path("mtp.gguf", data[:at].replace(name, unread) + struct.pack("<I", 41) + data[at + 4:])
+    j = json.loads(ds4("--inspect", "--json", model=model).out)
+    same(j["shape"]["layers"], 5)
+    assert {"role": "MTP, unused", "type": "type 41", "tensors": 1, "bytes": 0} in j["types"], j["types"]
+
+
 def test_a_context_too_small_says_what_helps():
     fails(ds4("-p", "Hello", "-c", "4"), 1, "more than the context of 4; --ctx, in a chat /ctx, allows up to 4096")
     r = ds4("-p", "Hello", "-c", "5", "--temp", "0")

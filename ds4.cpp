@@ -5052,7 +5052,7 @@ class ModelLoader {
       if (all % group != 0) {
         fail("%s: tensor blk.0.attn_output_a.weight has dim[0] = %llu, expected a divisor of %llu (head_count x key_length)", path_, ull(group), ull(all));
       }
-      s.n_group = uint32_t(all / group);
+      s.n_group = uint32_t(std::min<uint64_t>(all / group, INT32_MAX));        // too large for check_shape in any case
     }
     s.o_rank = find_size("attention.output_lora_rank");
     if (!s.o_rank) s.o_rank = std::max(1u, tensor_dim("blk.0.attn_output_a.weight", 1) / s.n_group);
@@ -5133,6 +5133,7 @@ class ModelLoader {
     const uint64_t value_dim = file_.find_uint("deepseek4.attention.value_length").value_or(s.head_dim);
     const uint64_t gating = file_.find_uint("deepseek4.expert_gating_func").value_or(4);
     const uint64_t expert_groups = file_.find_uint("deepseek4.expert_group_count").value_or(0);
+    expect(s.head_dim <= 65536, "attention.key_length", s.head_dim, "at most 65536");        // cached rows have 32-bit strides
     expect(kv_heads == 1, "attention.head_count_kv", kv_heads, "1 (one shared head)");
     expect(value_dim == s.head_dim, "attention.value_length", value_dim, format("%u (key_length)", s.head_dim));
     expect(gating == 4, "expert_gating_func", gating, "4 (sqrt softplus)");
@@ -5141,13 +5142,16 @@ class ModelLoader {
     expect(s.n_rot <= kMaxRot, "rope.dimension_count", s.n_rot, format("at most %u", kMaxRot));
     expect(s.n_rot < s.head_dim, "rope.dimension_count", s.n_rot, format("less than %u (key_length)", s.head_dim));
     expect(s.n_head % s.n_group == 0, "attention.output_group_count", s.n_group, format("a divisor of %u (head_count)", s.n_head));
+    expect(s.n_used <= 256, "expert_used_count", s.n_used, "at most 256");
     expect(s.n_used <= s.n_expert, "expert_used_count", s.n_used, format("at most %u (expert_count)", s.n_expert));
     expect(s.sinkhorn_iters <= 1000, "hyper_connection.sinkhorn_iterations", s.sinkhorn_iters, "at most 1000");
     expect(s.window <= 1u << 20, "attention.sliding_window", s.window, "at most 1048576");
     expect(s.idx_top_k <= 1u << 20, "attention.indexer.top_k", s.idx_top_k, "at most 1048576");
     expect(s.n_group <= kMaxGroups, "attention.output_group_count", s.n_group, format("at most %u", kMaxGroups));
     expect(s.n_hc <= kMaxStreams, "hyper_connection.count", s.n_hc, format("at most %u", kMaxStreams));
-    expect(s.yarn_beta_slow <= s.yarn_beta_fast, "rope.scaling.yarn_beta_slow", uint64_t(s.yarn_beta_slow), "at most yarn_beta_fast");
+    if (s.yarn_beta_slow > s.yarn_beta_fast) {
+      fail("%s: deepseek4.rope.scaling.yarn_beta_slow is %g, expected at most %g (yarn_beta_fast)", path_, s.yarn_beta_slow, s.yarn_beta_fast);
+    }
     if (s.idx_dim) {
       expect(s.idx_dim <= kMaxIndexDim, "attention.indexer.key_length", s.idx_dim, format("at most %u", kMaxIndexDim));
       expect((s.idx_dim & (s.idx_dim - 1)) == 0, "attention.indexer.key_length", s.idx_dim, "a power of two");

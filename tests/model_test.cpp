@@ -449,6 +449,8 @@ TEST(Model, BadSizes) {
   EXPECT_EQ(with("attention.value_length", 8), prefix + "attention.value_length is 8, expected 16 (key_length)");
   EXPECT_EQ(with("expert_gating_func", 2), prefix + "expert_gating_func is 2, expected 4 (sqrt softplus)");
   EXPECT_EQ(with("expert_group_count", 8), prefix + "expert_group_count is 8, expected 0 or 1 (no groups)");
+  EXPECT_EQ(with("attention.key_length", 65537), prefix + "attention.key_length is 65537, expected at most 65536");
+  EXPECT_EQ(with("expert_used_count", 257), prefix + "expert_used_count is 257, expected at most 256");
   EXPECT_EQ(with("rope.dimension_count", 7), prefix + "rope.dimension_count is 7, expected an even number");
   EXPECT_EQ(with("rope.dimension_count", 16), prefix + "rope.dimension_count is 16, expected less than 16 (key_length)");
   EXPECT_EQ(with("attention.output_group_count", 3), prefix + "attention.output_group_count is 3, expected a divisor of 4 (head_count)");
@@ -468,6 +470,11 @@ TEST(Model, BadSizes) {
   w.tensor("blk.0.attn_output_a.weight").dims = {48, 8};
   EXPECT_EQ(message(w), "FILE: tensor blk.0.attn_output_a.weight has dim[0] = 48, expected a divisor of 64 (head_count x key_length)");
   w = tiny();
+  w.erase("deepseek4.attention.output_group_count");     // 2^32 groups of one
+  w.tensor("blk.0.attn_output_a.weight").dims = {1, 384};
+  for (const char* key : {"attention.head_count", "attention.key_length", "attention.value_length"}) w.u32(std::string("deepseek4.") + key, 1 << 16);
+  EXPECT_EQ(message(w), prefix + "attention.output_group_count is 2147483647, expected a divisor of 65536 (head_count)");
+  w = tiny();
   for (W::TensorInfo& t : w.tensors)
     if (t.name.substr(0, 4) == "blk.") t.name = t.name.substr(0, 6) + "nextn." + t.name.substr(6);
   EXPECT_EQ(message(w), "FILE: every block is an MTP block (blk.N.nextn.*), expected a whole model");
@@ -484,7 +491,7 @@ TEST(Model, BadNumbers) {
                           "attention.compress_rope_freq_base", "rope.scaling.factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"})
     for (float bad : {NAN, HUGE_VALF, -1.0f}) EXPECT_EQ(with(key, bad).substr(0, prefix.size() + std::strlen(key)), prefix + key) << key << bad;
   EXPECT_EQ(with("rope.scaling.factor", 0.5f), prefix + "rope.scaling.factor is 0.5, expected 1 to 1e+09");
-  EXPECT_EQ(with("rope.scaling.yarn_beta_slow", 64), prefix + "rope.scaling.yarn_beta_slow is 64, expected at most yarn_beta_fast");
+  EXPECT_EQ(with("rope.scaling.yarn_beta_slow", 30.5f), prefix + "rope.scaling.yarn_beta_slow is 30.5, expected at most 30 (yarn_beta_fast)");
   EXPECT_EQ(with("swiglu_clamp_exp", NAN), prefix + "swiglu_clamp_exp[0] is nan, expected a finite number");
   EXPECT_EQ(with("expert_count", 4), prefix + "expert_count is of type f32, expected an integer");
   W w = tiny();

@@ -4136,7 +4136,7 @@ class MappedFile {
     size_ = size_t(st.st_size);
     if (options.no_mmap) read_all(fd);
     else map(fd);
-    if (options.warm && large_pages_) fd_ = std::exchange(closer.fd, -1);
+    if (options.warm && !options.no_mmap) fd_ = std::exchange(closer.fd, -1);
   }
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
@@ -4148,6 +4148,10 @@ class MappedFile {
     if (data_) munmap(const_cast<uint8_t*>(data_), size_);
     if (fd_ >= 0) close(fd_);
   }
+
+  // Asks for pages of 2 MB. Where a file can lie in memory in such pieces, reading weights costs a third less time (address
+  // translation); for a model that does not fit into memory, pieces that large would be wrong.
+  void use_large_pages() { large_pages_ = want_large_pages(const_cast<uint8_t*>(data_), size_); }
 
   // Reads every page. What another program wrote or read before can lie in memory in pages of 4 kB, and the system may have
   // split pages of 2 MB. Where files can have those, a piece with small pages is dropped and read again, unless that does not
@@ -4188,9 +4192,6 @@ class MappedFile {
     void* p = mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) fail("cannot map %s: %s", path_.c_str(), std::strerror(errno));
     data_ = static_cast<const uint8_t*>(p);
-    // Where files can lie in memory in 2 MB pieces, reading weights costs a third less time (address translation); pieces
-    // that large would be wrong for a file that does not fit into memory.
-    large_pages_ = double(size_) < 0.8 * double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE)) && want_large_pages(p, size_);
     watch();
   }
 
@@ -4405,7 +4406,9 @@ class Gguf {
       }
     }
     index_tensors();
+    const bool fits = double(file_bytes()) < 0.8 * double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
     for (const auto& f : files_) {
+      if (fits && !options.no_mmap) f->use_large_pages();
       if (options.warm) f->warm();
       if (options.mlock) f->lock();
     }

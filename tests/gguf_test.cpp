@@ -223,6 +223,18 @@ TEST(Gguf, CountsAreCheckedBeforeAllocating) {
   EXPECT_LT(ds4::now_seconds() - begin, 0.05 * 8);
 }
 
+TEST(Gguf, NamesAreFew) {
+  const auto with = [](int n_meta, int n_tensors) {
+    W w;
+    for (int i = 0; i < n_meta; i++) w.meta.push_back({std::to_string(i), W::raw(uint32_t(W::U8)) + "x"});
+    for (int i = 0; i < n_tensors; i++) w.f32_tensor(std::to_string(i), {1});
+    return message(w);
+  };
+  EXPECT_EQ(with(16384, 16384), "");
+  EXPECT_EQ(with(16385, 1), "FILE: the metadata count is 16385, expected at most 16384");
+  EXPECT_EQ(with(1, 16385), "FILE: the tensor count is 16385, expected at most 16384");
+}
+
 TEST(Gguf, BadMetadata) {
   W w = small();
   w.set("odd", 13, "");

@@ -57,6 +57,9 @@
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "ds4.cpp reads GGUF in place and needs a little-endian machine"
 #endif
+#if defined(__SIZEOF_POINTER__) && __SIZEOF_POINTER__ < 8
+#error "ds4.cpp maps files of 80 GB and needs a 64-bit machine"
+#endif
 
 #include <fcntl.h>
 #include <poll.h>

@@ -4275,9 +4275,10 @@ static uint32_t value_bytes(ValueType t) {
   static const uint8_t kBytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
   return uint32_t(t) < sizeof kBytes ? kBytes[uint32_t(t)] : 0;
 }
+// Of a type that was read: those are known.
 static const char* value_type_name(ValueType t) {
   static const char* const kNames[] = {"u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64"};
-  return uint32_t(t) < 13 ? kNames[uint32_t(t)] : "unknown";
+  return kNames[uint32_t(t)];
 }
 
 // Reads forward through one file. The first read past the end throws, naming the file, the offset and what was wanted.
@@ -4394,6 +4395,10 @@ struct Tensor {
 };
 
 class Gguf {
+  // Names by number, for the indices.
+  auto tensor_name() const { return [this](size_t i) { return tensors_[i].name; }; }
+  auto value_key() const { return [this](size_t i) { return values_[i].key; }; }
+
  public:
   // Maps the file and, if it is a shard of a split one, all its siblings. Throws Error naming file, place, found, expected.
   explicit Gguf(const std::string& path, const GgufOptions& options = {}) : path_(path), options_(options) {
@@ -4471,23 +4476,19 @@ class Gguf {
   }
   // An array of numbers, or one number as an array of one.
   std::optional<std::vector<double>> find_numbers(std::string_view key) const {
-    const Value* v = find_value(key);
+    const Value* v = find_list(key, is_number, "numbers");
     if (!v) return std::nullopt;
-    const ValueType elem = v->type == ValueType::Array ? v->elem : v->type;
-    if (!is_number(elem)) fail_type(*v, "numbers");
-    std::vector<double> out(size_t(check_length(*v)));
-    for (size_t i = 0; i < out.size(); i++) out[i] = load_number(elem, v->data + i * value_bytes(elem));
+    std::vector<double> out(size_t(v->count));
+    for (size_t i = 0; i < out.size(); i++) out[i] = load_number(v->elem, v->data + i * value_bytes(v->elem));
     return out;
   }
   // The same for integers that fit into 32 bits.
   std::optional<std::vector<int32_t>> find_ints(std::string_view key) const {
-    const Value* v = find_value(key);
+    const Value* v = find_list(key, is_integer, "integers");
     if (!v) return std::nullopt;
-    const ValueType elem = v->type == ValueType::Array ? v->elem : v->type;
-    if (!is_integer(elem)) fail_type(*v, "integers");
-    std::vector<int32_t> out(size_t(check_length(*v)));
+    std::vector<int32_t> out(size_t(v->count));
     for (size_t i = 0; i < out.size(); i++) {
-      const int64_t n = load_int(elem, v->data + i * value_bytes(elem));
+      const int64_t n = load_int(v->elem, v->data + i * value_bytes(v->elem));
       if (n < INT32_MIN || n > INT32_MAX) {
         fail("%s: %s[%zu] is %lld, expected a 32-bit integer", meta_path_.c_str(), printable(key).c_str(), i, (long long)n);
       }
@@ -4499,7 +4500,7 @@ class Gguf {
  private:
   struct Value {
     std::string_view key;
-    ValueType type, elem;        // elem: of an array
+    ValueType type, elem;        // elem: of an array, else the same as type
     uint64_t count;              // bytes of a string, elements of an array, else 1
     const uint8_t* data;
   };
@@ -4516,13 +4517,6 @@ class Gguf {
   };
 
   static unsigned long long ull(uint64_t n) { return n; }
-  template <class Entry, std::string_view Entry::*field>
-  struct NameOf {
-    const std::vector<Entry>& entries;
-    std::string_view operator()(size_t i) const { return entries[i].*field; }
-  };
-  NameOf<Tensor, &Tensor::name> tensor_name() const { return {tensors_}; }
-  NameOf<Value, &Value::key> value_key() const { return {values_}; }
   const Value* find_value(std::string_view key) const {
     const int64_t i = value_index_.find(key, value_key());
     return i < 0 ? nullptr : &values_[size_t(i)];
@@ -4548,14 +4542,17 @@ class Gguf {
     return double(load_int(t, p));
   }
   [[noreturn]] void fail_type(const Value& v, const char* expected) const {
-    const bool array = v.type == ValueType::Array;
-    fail("%s: %s is %s%s, expected %s", meta_path_.c_str(), printable(v.key).c_str(), array ? "an array of " : "of type ",
-         value_type_name(array ? v.elem : v.type), expected);
+    fail("%s: %s is %s%s, expected %s", meta_path_.c_str(), printable(v.key).c_str(), v.type == ValueType::Array ? "an array of " : "of type ",
+         value_type_name(v.elem), expected);
   }
-  uint64_t check_length(const Value& v) const {
+  // An array of a type that `is` accepts, or one such value; null if the key is absent.
+  const Value* find_list(std::string_view key, bool (*is)(ValueType), const char* expected) const {
+    const Value* v = find_value(key);
+    if (!v) return nullptr;
+    if (!is(v->elem)) fail_type(*v, expected);
     constexpr uint64_t kMost = 1 << 24;      // 100 times the longest array in use
-    if (v.count > kMost) fail("%s: %s has %llu elements, expected at most %llu", meta_path_.c_str(), printable(v.key).c_str(), ull(v.count), ull(kMost));
-    return v.count;
+    if (v->count > kMost) fail("%s: %s has %llu elements, expected at most %llu", meta_path_.c_str(), printable(key).c_str(), ull(v->count), ull(kMost));
+    return v;
   }
 
   static ShardName parse_shard_name(const std::string& path) {

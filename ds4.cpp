@@ -164,9 +164,11 @@ static std::string vformat(const char* fmt, va_list args) {
   return s;
 }
 
+static unsigned long long ull(uint64_t n) { return n; }      // for %llu
+
 // "1 token", "2 tokens".
 [[maybe_unused]] static std::string counted(uint64_t n, const char* noun) {
-  return format("%llu %s%s", (unsigned long long)n, noun, n == 1 ? "" : "s");
+  return format("%llu %s%s", ull(n), noun, n == 1 ? "" : "s");
 }
 
 // Throws Error with exit code 1 (bad input).
@@ -203,12 +205,12 @@ static bool g_quiet = false;     // -q: no notes, warnings, progress or statisti
 // They throw Error naming `what` when the result does not fit into 64 bits.
 [[maybe_unused]] static uint64_t checked_mul(uint64_t a, uint64_t b, const char* what) {
   uint64_t r;
-  if (__builtin_mul_overflow(a, b, &r)) fail("%s: %llu x %llu overflows 64 bits", what, (unsigned long long)a, (unsigned long long)b);
+  if (__builtin_mul_overflow(a, b, &r)) fail("%s: %llu x %llu overflows 64 bits", what, ull(a), ull(b));
   return r;
 }
 [[maybe_unused]] static uint64_t checked_add(uint64_t a, uint64_t b, const char* what) {
   uint64_t r;
-  if (__builtin_add_overflow(a, b, &r)) fail("%s: %llu + %llu overflows 64 bits", what, (unsigned long long)a, (unsigned long long)b);
+  if (__builtin_add_overflow(a, b, &r)) fail("%s: %llu + %llu overflows 64 bits", what, ull(a), ull(b));
   return r;
 }
 // Rounds n up to a multiple of the power of two `align`.
@@ -353,11 +355,6 @@ DS4_INLINE T load_le(const void* p) {     // unaligned little-endian load
 
 // bfloat16 is the upper half of a float.
 [[maybe_unused]] static inline float bf16_to_f32(uint16_t h) { return bit_cast<float>(uint32_t(h) << 16); }
-[[maybe_unused]] static inline uint16_t f32_to_bf16(float f) {
-  const uint32_t u = bit_cast<uint32_t>(f);
-  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t((u >> 16) | 0x40);
-  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
 
 // Smallest power of two s with amax / s <= top, for top = 1.m * 2^e given as mantissa limit and exponent.
 static inline float pow2_scale(float amax, uint32_t top_mantissa, int top_exponent) {
@@ -4299,14 +4296,14 @@ class Cursor {
     const uint64_t n = read<uint64_t>(what);
     if (n > left()) {
       fail("%s: %s at offset %zu is %llu bytes long, but only %zu bytes are left (truncated?)", file_.path().c_str(), what, offset() - 8,
-           (unsigned long long)n, left());
+           ull(n), left());
     }
     return {reinterpret_cast<const char*>(skip(n, what)), size_t(n)};
   }
   const uint8_t* skip(uint64_t n, const char* what) {
     if (n > left()) {
       fail("%s: truncated at byte %zu: %s at offset %zu needs %llu bytes, %zu are left", file_.path().c_str(), file_.size(), what, offset(),
-           (unsigned long long)n, left());
+           ull(n), left());
     }
     const uint8_t* p = at_;
     at_ += n;
@@ -4316,7 +4313,7 @@ class Cursor {
   uint64_t check_count(uint64_t n, uint64_t min_bytes, const char* what) const {
     if (n > left() / min_bytes) {
       fail("%s: %s is %llu, but the %zu bytes left after offset %zu hold at most %llu (truncated or damaged?)", file_.path().c_str(), what,
-           (unsigned long long)n, left(), offset(), (unsigned long long)(left() / min_bytes));
+           ull(n), left(), offset(), ull(left() / min_bytes));
     }
     return n;
   }
@@ -4516,7 +4513,6 @@ class Gguf {
     uint32_t no = 0, count = 0;  // no starts at 1
   };
 
-  static unsigned long long ull(uint64_t n) { return n; }
   const Value* find_value(std::string_view key) const {
     const int64_t i = value_index_.find(key, value_key());
     return i < 0 ? nullptr : &values_[size_t(i)];
@@ -4914,7 +4910,6 @@ class ModelLoader {
     uint64_t n;
     const char* what;            // for the message when a tensor disagrees
   };
-  static unsigned long long ull(uint64_t n) { return n; }
 
   // -- what kind of file ----
   void check_architecture() const {
@@ -4954,10 +4949,10 @@ class ModelLoader {
   static std::string key_name(const char* key) { return std::string("deepseek4.") + key; }
 
   // A size, 1 to 2^31 - 1; 0 if the key is absent.
-  uint32_t find_size(const char* key, uint32_t least = 1) const {
+  uint32_t find_size(const char* key) const {
     const std::optional<uint64_t> n = file_.find_uint(key_name(key));
     if (!n) return 0;
-    if (*n < least || *n > INT32_MAX) fail("%s: deepseek4.%s is %llu, expected %u to %d", path_, key, ull(*n), least, INT32_MAX);
+    if (*n < 1 || *n > INT32_MAX) fail("%s: deepseek4.%s is %llu, expected 1 to %d", path_, key, ull(*n), INT32_MAX);
     return uint32_t(*n);
   }
   // A size that a tensor tells when the key is absent.
@@ -7605,7 +7600,6 @@ class Cache {
     lay_out(s);
   }
   uint64_t bytes() const { return arena_.bytes(); }
-  uint32_t ctx() const { return ctx_; }
   uint32_t kv_stride() const { return kv_stride_; }
   uint32_t index_stride() const { return index_stride_; }
   LayerCache& layer(uint32_t il) { return layers_[il]; }
@@ -9996,8 +9990,7 @@ struct OptionValue {
     char* end = nullptr;
     const unsigned long long v = std::strtoull(text.c_str(), &end, 10);
     if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno || v < lo || v > hi)
-      fail_usage("%s: '%s' is not a whole number from %llu to %llu", name.c_str(), text.c_str(), (unsigned long long)lo,
-                 (unsigned long long)hi);
+      fail_usage("%s: '%s' is not a whole number from %llu to %llu", name.c_str(), text.c_str(), ull(lo), ull(hi));
     return v;
   }
   double number(double lo, double hi) const {
@@ -10283,7 +10276,7 @@ class Runtime {
     r.kernels = kernels();
     const uint64_t most = model().shape.n_ctx_train;
     if (r.ctx > most && was_given(o_, "--ctx"))
-      warn_once(format("--ctx %u is more than the model's %llu tokens, which it is now", r.ctx, (unsigned long long)most));
+      warn_once(format("--ctx %u is more than the model's %llu tokens, which it is now", r.ctx, ull(most)));
     r = resolve(r, model().shape);
     if (r.threads > physical_cores())
       warn_once(format("%d threads on %s: more threads than cores are slower", r.threads, counted(uint64_t(physical_cores()), "core").c_str()));
@@ -10664,7 +10657,7 @@ static int run_one_shot(Runtime& rt) {
   const Answer a = run_request(rt, r, rng, printer);
   if (o.json) print_out("%s\n", answer_json(rt, a, generate_options(o, r), seed).dump().c_str());
   explain_finish(rt, a);
-  if (!o.seed && o.generate.sampler.temp > 0 && !o.json) note("seed %llu", (unsigned long long)seed);
+  if (!o.seed && o.generate.sampler.temp > 0 && !o.json) note("seed %llu", ull(seed));
   print_stats(rt, a);
   return exit_code(a.finish);
 }
@@ -10966,7 +10959,7 @@ class Chat {
     } else {
       note("ds4 %s. /help lists commands, Ctrl-D leaves.", kVersion);
     }
-    if (!o_.seed && o_.generate.sampler.temp > 0) note("seed %llu", (unsigned long long)seed_);
+    if (!o_.seed && o_.generate.sampler.temp > 0) note("seed %llu", ull(seed_));
   }
 
   // -- turns ----
@@ -11190,7 +11183,7 @@ class Chat {
     std::string order;
     for (size_t i = 0; i < s.order.n; i++) order += std::string(i ? "," : "") + kStageNames[size_t(s.order.at[i])];
     tell("  sampling temp %g, top-k %d, top-p %g, min-p %g, seed %llu, samplers %s", s.temp, s.top_k, s.top_p, s.min_p,
-         (unsigned long long)seed_, order.c_str());
+         ull(seed_), order.c_str());
     tell("           repeat-penalty %g, repeat-last-n %d, presence-penalty %g, frequency-penalty %g", double(s.repeat_penalty),
          s.repeat_last_n, double(s.presence), double(s.frequency));
     tell("  answer   tokens %s, loop-stop %d, %s, ignore-eos %s",

@@ -69,7 +69,7 @@ void fill_random(TestMatrix& w, uint64_t seed) {
   } else if (w.m.type == Type::F16 || w.m.type == Type::BF16) {
     for (size_t i = 0; i < w.bytes.size(); i += 2) {
       const float f = rng.next_float() - 0.5f;
-      const uint16_t h = w.m.type == Type::F16 ? f32_to_f16(f) : f32_to_bf16(f);
+      const uint16_t h = w.m.type == Type::F16 ? f32_to_f16(f) : uint16_t(bit_cast<uint32_t>(f) >> 16);
       std::memcpy(&w.bytes[i], &h, 2);
     }
   }

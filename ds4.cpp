@@ -498,24 +498,22 @@ struct BlockIQ4_XS { uint16_t d, sh; uint8_t sl[4], q[128]; };                  
 
 struct TypeInfo {
   const char* name;
-  uint32_t block_elems, block_bytes;
-  bool supported;                    // false: known by name, but no kernel reads it
+  uint32_t block_elems = 0, block_bytes = 0;
+  bool supported() const { return block_bytes != 0; }          // else known by name, but no kernel reads it
 };
 
 // What is known about the ggml type `id`; null if no ggml type has this id.
 static inline const TypeInfo* type_info(uint32_t id) {
   static constexpr TypeInfo kTypes[] = {
-      {"F32", 1, 4, true},          {"F16", 1, 2, true},           {"Q4_0", 32, 18, true},     {"Q4_1", 32, 20, true},
-      {"Q4_2", 32, 20, false},      {"Q4_3", 32, 24, false},       {"Q5_0", 32, 22, true},     {"Q5_1", 32, 24, true},
-      {"Q8_0", 32, 34, true},       {"Q8_1", 32, 36, false},       {"Q2_K", 256, 84, true},    {"Q3_K", 256, 110, true},
-      {"Q4_K", 256, 144, true},     {"Q5_K", 256, 176, true},      {"Q6_K", 256, 210, true},   {"Q8_K", 256, 292, false},
-      {"IQ2_XXS", 256, 66, true},   {"IQ2_XS", 256, 74, true},     {"IQ3_XXS", 256, 98, true}, {"IQ1_S", 256, 50, true},
-      {"IQ4_NL", 32, 18, true},     {"IQ3_S", 256, 110, true},     {"IQ2_S", 256, 82, true},   {"IQ4_XS", 256, 136, true},
-      {"I8", 1, 1, false},          {"I16", 1, 2, false},          {"I32", 1, 4, true},        {"I64", 1, 8, false},
-      {"F64", 1, 8, false},         {"IQ1_M", 256, 56, true},      {"BF16", 1, 2, true},       {"Q4_0_4_4", 32, 18, false},
-      {"Q4_0_4_8", 32, 18, false},  {"Q4_0_8_8", 32, 18, false},   {"TQ1_0", 256, 54, true},   {"TQ2_0", 256, 66, true},
-      {"IQ4_NL_4_4", 32, 18, false}, {"IQ4_NL_4_8", 32, 18, false}, {"IQ4_NL_8_8", 32, 18, false}, {"MXFP4", 32, 17, true},
-      {"NVFP4", 64, 36, false},
+      {"F32", 1, 4},      {"F16", 1, 2},        {"Q4_0", 32, 18},    {"Q4_1", 32, 20},     {"Q4_2"},
+      {"Q4_3"},           {"Q5_0", 32, 22},     {"Q5_1", 32, 24},    {"Q8_0", 32, 34},     {"Q8_1"},
+      {"Q2_K", 256, 84},  {"Q3_K", 256, 110},   {"Q4_K", 256, 144},  {"Q5_K", 256, 176},   {"Q6_K", 256, 210},
+      {"Q8_K"},           {"IQ2_XXS", 256, 66}, {"IQ2_XS", 256, 74}, {"IQ3_XXS", 256, 98}, {"IQ1_S", 256, 50},
+      {"IQ4_NL", 32, 18}, {"IQ3_S", 256, 110},  {"IQ2_S", 256, 82},  {"IQ4_XS", 256, 136}, {"I8"},
+      {"I16"},            {"I32", 1, 4},        {"I64"},             {"F64"},              {"IQ1_M", 256, 56},
+      {"BF16", 1, 2},     {"Q4_0_4_4"},         {"Q4_0_4_8"},        {"Q4_0_8_8"},         {"TQ1_0", 256, 54},
+      {"TQ2_0", 256, 66}, {"IQ4_NL_4_4"},       {"IQ4_NL_4_8"},      {"IQ4_NL_8_8"},       {"MXFP4", 32, 17},
+      {"NVFP4"},
   };
   return id < sizeof(kTypes) / sizeof(kTypes[0]) ? &kTypes[id] : nullptr;
 }
@@ -4729,7 +4727,7 @@ class Gguf {
       n_elems = checked_mul(n_elems, t.dims[d], name.c_str());
     }
     const TypeInfo* info = type_info(uint32_t(t.type));
-    if (!info || !info->supported) return 0;
+    if (!info || !info->supported()) return 0;
     if (t.dims[0] % info->block_elems != 0) {
       fail("%s has rows of %llu elements, expected a multiple of %u (type %s)", name.c_str(), ull(t.dims[0]), info->block_elems, info->name);
     }
@@ -4939,7 +4937,7 @@ class ModelLoader {
     for (const Tensor& t : file_.tensors()) {
       const uint32_t id = uint32_t(t.type);
       const TypeInfo* info = type_info(id);
-      if ((info && info->supported) || split_block_name(t.name).block >= int64_t(model_.shape.n_layer)) continue;
+      if ((info && info->supported()) || split_block_name(t.name).block >= int64_t(model_.shape.n_layer)) continue;
       if (info) fail("%s: tensor %s has type %s (%u), which is not supported", path_, printable(t.name).c_str(), info->name, id);
       fail("%s: tensor %s has unknown type %u", path_, printable(t.name).c_str(), id);
     }
@@ -11437,7 +11435,7 @@ static int run_check(Runtime& rt) {
   uint64_t values = 0, not_finite = 0, skipped = 0;
   for (const Tensor& t : file.tensors()) {
     const TypeInfo* info = type_info(uint32_t(t.type));
-    if (!info || !info->supported || t.dims[0] == 0) { skipped++; continue; }
+    if (!info || !info->supported() || t.dims[0] == 0) { skipped++; continue; }
     const uint64_t cols = t.dims[0], rows = t.dims[1] * t.dims[2] * t.dims[3], stride = t.nbytes / std::max<uint64_t>(rows, 1);
     values += cols * rows;
     if (t.type == Type::I32) continue;
@@ -11636,7 +11634,7 @@ static void bench_kernels(const Options& o) {
   for (uint32_t id = 0; id < 64; id++) {
     const TypeInfo* info = type_info(id);
     const Type type = Type(id);
-    if (!info || !info->supported || type == Type::I32) continue;
+    if (!info || !info->supported() || type == Type::I32) continue;
     const bool is_float = type == Type::F32 || type == Type::F16 || type == Type::BF16;
     if (is_float || was_float || type == Type::MXFP4) fill_weights(weights, type, rng);      // the others share their random bytes
     was_float = is_float;

@@ -133,11 +133,11 @@ INSTANTIATE_TEST_SUITE_P(Isa, KernelsTest, testing::ValuesIn(usable_kernels()), 
 TEST(Blocks, TypesAreKnownById) {
   EXPECT_STREQ(type_info(Type::IQ2_XXS).name, "IQ2_XXS");
   EXPECT_STREQ(type_info(39)->name, "MXFP4");
-  EXPECT_FALSE(type_info(uint32_t(Type::NVFP4))->supported);
+  EXPECT_FALSE(type_info(uint32_t(Type::NVFP4))->supported());
   EXPECT_EQ(type_info(41), nullptr);
   EXPECT_EQ(row_bytes(Type::Q4_K, 512), 288u);
   size_t n = 0;
-  for (uint32_t id = 0; type_info(id); id++) n += type_info(id)->supported;
+  for (uint32_t id = 0; type_info(id); id++) n += type_info(id)->supported();
   EXPECT_EQ(n, 26u);
 }
 

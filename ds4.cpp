@@ -284,7 +284,7 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena() { if (base_) munmap(base_, size_); }
-  // n zeroed elements at a multiple of 64 bytes (null while counting).
+  // n zeroed elements at a multiple of 64 bytes, and 64 bytes more: vector loads may look past the end (null while counting).
   template <class T>
   T* take(uint64_t n) {
     const uint64_t at = used_;
@@ -7626,7 +7626,7 @@ class Cache {
       l.rows = arena_.take<uint8_t>(uint64_t(ctx_ / l.ratio) * kv_stride_);
       l.k = arena_.take<float>(uint64_t(l.state_rows) * l.width);
       l.z = arena_.take<float>(uint64_t(l.state_rows) * l.width);
-      l.x = arena_.take<float>(uint64_t(kMaxWaiting) * s.n_embd + 16);          // vector loads may look past the end
+      l.x = arena_.take<float>(uint64_t(kMaxWaiting) * s.n_embd);
       l.x_int8 = arena_.take<uint8_t>(kMaxWaiting * act_bytes(s.n_embd));
       if (l.ratio != 4) continue;
       l.index_rows = arena_.take<uint8_t>(uint64_t(ctx_ / 4) * index_stride_);
@@ -7666,7 +7666,7 @@ struct Rows {
   uint32_t cols = 0;
   void take(Arena& a, uint64_t n, uint32_t n_cols) {
     cols = n_cols;
-    data = a.take<float>(n * n_cols + 16);      // vector loads may look past the end
+    data = a.take<float>(n * n_cols);
     row = a.take<float*>(n);
     if (row)
       for (uint64_t i = 0; i < n; i++) row[i] = data + i * n_cols;

@@ -13,16 +13,16 @@
 //    5  KERNELS     unpack, quantise, matrix products, norms, attention, sampler passes        4
 //    6  DISPATCH    sections 4 and 5 stamped once per instruction set; pick one                5
 //    7  THREADS     one pool, dynamic chunks, robust to a busy core                            1
-//    8  GGUF        map files and shards, index metadata and tensors, trust nothing            1 3
-//    9  MODEL       shape and weights, bound by name, every dimension checked                  8
+//    8  GGUF        map files and shards, index metadata and tensors, trust nothing            1 2 3
+//    9  MODEL       shape and weights, bound by name, every dimension checked                  1 3 6 8
 //   10  VOCAB       FNV-1a open-addressing table of tokens, merges                             2 8
-//   11  TOKENIZER   Unicode classes, splitters, byte-pair merging, added tokens                10
-//   12  CHAT        JSON, prompt template, tool calls (DSML), UTF-8 out                        11
-//   13  CACHE       raw window, compressed rows, compressor state                              3 9
+//   11  TOKENIZER   Unicode classes, splitters, byte-pair merging, added tokens                2 10
+//   12  CHAT        JSON, prompt template, tool calls (DSML), UTF-8 out                        1 11
+//   13  CACHE       raw window, compressed rows, compressor state                              1 3 9
 //   14  LAYER       hyper-connections, attention, indexer, router, experts                     6 7 9 13
 //   15  FORWARD     embed, layers, head: tokens in, logits out                                 14
-//   16  SAMPLER     penalties, temperature, top-k, top-p, min-p, draw                          2 6
-//   17  SESSION     prefix reuse, token loop, stop rules, statistics                           12 15 16
+//   16  SAMPLER     penalties, temperature, top-k, top-p, min-p, draw                          2 5 6
+//   17  SESSION     prefix reuse, token loop, stop rules, statistics                           11 12 15 16
 //   18  TERMINAL    line editor, colour, progress, Ctrl-C                                      1 12
 //   19  CLI         option table, chat, scripts, inspection, benchmarks                        17 18
 //   20  MAIN        run, report the error, exit code                                           19
@@ -34,7 +34,7 @@
 //   threads and tiles split rows and tokens, never a sum; float sums run in sixteen lanes, element k in lane k % 16;
 //   integer sums are exact; fusing is written fma(a, b, c); no libm function decides a bit.
 // - A span of tokens has one code path: a span of one is decoding, a longer one is prompt reading.
-// - Weights are views into the mapped file and are never copied; scratch and cache are sized once, at start.
+// - Weight matrices are views into the mapped file and are never copied; scratch and cache are sized once, at start.
 // - Every number from a file is checked before it is used; bad input is an Error with one sentence, never a crash.
 // - stdout carries the answer only.
 //
@@ -136,7 +136,7 @@ namespace ds4 {
 
 constexpr char kVersion[] = "0.1.0";
 
-// Exit codes of the program (spec: README, "Exit codes").
+// Exit codes of the program (table in the README).
 enum ExitCode { kExitOk = 0, kExitBadInput = 1, kExitUsage = 2, kExitMismatch = 3, kExitFault = 4, kExitInterrupted = 130 };
 
 // An error the user can act on. what() is one line: the thing, what was found, what was expected.
@@ -362,7 +362,7 @@ static inline float pow2_scale(float amax, uint32_t top_mantissa, int top_expone
   const int e = int(u >> 23) - 127 - top_exponent + ((u & 0x7fffff) > top_mantissa ? 1 : 0);
   return bit_cast<float>(uint32_t(std::max(e, -126) + 127) << 23);
 }
-// Scale of one FP8 block: amax / s <= 448 = 1.75 * 2^8, amax floored at 1e-4 (spec: forward.md 9).
+// Scale of one FP8 block: amax / s <= 448 = 1.75 * 2^8, amax floored at 1e-4.
 [[maybe_unused]] static inline float fp8_scale(float amax) { return pow2_scale(std::max(amax, 1e-4f), 0x600000, 8); }
 // Scale of one FP4 block: amax / s <= 6 = 1.5 * 2^2, amax floored at 6 * 2^-126.
 [[maybe_unused]] static inline float fp4_scale(float amax) { return pow2_scale(std::max(amax, 6.0f * 0x1p-126f), 0x400000, 2); }
@@ -666,7 +666,6 @@ struct AttendArgs {
   float* scores;                   // scratch, kAttendHeads * align_up(n_rows, 16)
   float* out;                      // [n_head][dim]
 };
-
 
 // The kernels of one ISA: the only way the sections after 6 reach code that is compiled per ISA.
 struct Kernels {
@@ -4057,7 +4056,7 @@ static int physical_cores() {
 
 namespace ds4 {
 
-// A name from a file, safe to print: control bytes and broken UTF-8 leads become \xNN, long names end in "...".
+// A name from a file, safe to print: all but printable ASCII becomes \xNN, long names end in "...".
 static std::string printable(std::string_view s, size_t max_bytes = 96) {
   std::string out;
   for (size_t i = 0; i < s.size() && i < max_bytes; i++) {

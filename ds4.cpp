@@ -156,7 +156,7 @@ static std::string vformat(const char* fmt, va_list args) {
 }
 
 // printf into a string.
-[[maybe_unused]] __attribute__((format(printf, 1, 2))) static std::string format(const char* fmt, ...) {
+__attribute__((format(printf, 1, 2))) static std::string format(const char* fmt, ...) {
   va_list args;
   va_start(args, fmt);
   std::string s = vformat(fmt, args);
@@ -167,12 +167,12 @@ static std::string vformat(const char* fmt, va_list args) {
 static unsigned long long ull(uint64_t n) { return n; }      // for %llu
 
 // "1 token", "2 tokens".
-[[maybe_unused]] static std::string counted(uint64_t n, const char* noun) {
+static std::string counted(uint64_t n, const char* noun) {
   return format("%llu %s%s", ull(n), noun, n == 1 ? "" : "s");
 }
 
 // Throws Error with exit code 1 (bad input).
-[[noreturn]] [[maybe_unused]] __attribute__((format(printf, 1, 2))) static void fail(const char* fmt, ...) {
+[[noreturn]] __attribute__((format(printf, 1, 2))) static void fail(const char* fmt, ...) {
   va_list args;
   va_start(args, fmt);
   std::string s = vformat(fmt, args);
@@ -181,7 +181,7 @@ static unsigned long long ull(uint64_t n) { return n; }      // for %llu
 }
 
 // Throws Error with exit code 2 (bad usage).
-[[noreturn]] [[maybe_unused]] __attribute__((format(printf, 1, 2))) static void fail_usage(const char* fmt, ...) {
+[[noreturn]] __attribute__((format(printf, 1, 2))) static void fail_usage(const char* fmt, ...) {
   va_list args;
   va_start(args, fmt);
   std::string s = vformat(fmt, args);
@@ -192,7 +192,7 @@ static unsigned long long ull(uint64_t n) { return n; }      // for %llu
 static bool g_quiet = false;     // -q: no notes, warnings, progress or statistics on stderr
 
 // One line on stderr, "ds4: warning: ...", unless -q.
-[[maybe_unused]] __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
+__attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
   if (g_quiet) return;
   va_list args;
   va_start(args, fmt);
@@ -203,12 +203,12 @@ static bool g_quiet = false;     // -q: no notes, warnings, progress or statisti
 
 // Sizes that come from a file are multiplied and added only through these.
 // They throw Error naming `what` when the result does not fit into 64 bits.
-[[maybe_unused]] static uint64_t checked_mul(uint64_t a, uint64_t b, const char* what) {
+static uint64_t checked_mul(uint64_t a, uint64_t b, const char* what) {
   uint64_t r;
   if (__builtin_mul_overflow(a, b, &r)) fail("%s: %llu x %llu overflows 64 bits", what, ull(a), ull(b));
   return r;
 }
-[[maybe_unused]] static uint64_t checked_add(uint64_t a, uint64_t b, const char* what) {
+static uint64_t checked_add(uint64_t a, uint64_t b, const char* what) {
   uint64_t r;
   if (__builtin_add_overflow(a, b, &r)) fail("%s: %llu + %llu overflows 64 bits", what, ull(a), ull(b));
   return r;
@@ -218,14 +218,14 @@ constexpr uint64_t align_up(uint64_t n, uint64_t align) { return (n + align - 1)
 constexpr uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
 // Seconds of the monotonic clock.
-[[maybe_unused]] static double now_seconds() {
+static double now_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // Median time of f() in seconds, for benchmarks: one call to warm up and at least `least` more, then on for `budget`
 // seconds, at most `most` calls in all.
 template <class F>
-[[maybe_unused]] static double median_seconds(const F& f, double budget = 0.4, size_t least = 3, size_t most = 1000) {
+static double median_seconds(const F& f, double budget = 0.4, size_t least = 3, size_t most = 1000) {
   std::vector<double> times;
   const double begin = now_seconds();
   do {
@@ -332,7 +332,7 @@ DS4_INLINE T load_le(const void* p) {     // unaligned little-endian load
 }
 
 // IEEE half -> float, exact; NaN payloads kept (quietened the way F16C does it).
-[[maybe_unused]] static inline float f16_to_f32(uint16_t h) {
+static inline float f16_to_f32(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, em = h & 0x7fff;
   if (em > 0x7c00) return bit_cast<float>(sign | 0x7fc00000u | (em & 0x3ff) << 13);
   if (em == 0x7c00) return bit_cast<float>(sign | 0x7f800000u);
@@ -341,7 +341,7 @@ DS4_INLINE T load_le(const void* p) {     // unaligned little-endian load
 }
 
 // float -> IEEE half, round to nearest even, overflow to infinity.
-[[maybe_unused]] static inline uint16_t f32_to_f16(float f) {
+static inline uint16_t f32_to_f16(float f) {
   const uint32_t u = bit_cast<uint32_t>(f), sign = (u >> 16) & 0x8000, em = u & 0x7fffffff;
   if (em > 0x7f800000) return uint16_t(sign | 0x7e00 | ((em >> 13) & 0x3ff));
   if (em >= 0x477ff000) return uint16_t(sign | 0x7c00);              // 65520 and more
@@ -354,7 +354,7 @@ DS4_INLINE T load_le(const void* p) {     // unaligned little-endian load
 }
 
 // bfloat16 is the upper half of a float.
-[[maybe_unused]] static inline float bf16_to_f32(uint16_t h) { return bit_cast<float>(uint32_t(h) << 16); }
+static inline float bf16_to_f32(uint16_t h) { return bit_cast<float>(uint32_t(h) << 16); }
 
 // Smallest power of two s with amax / s <= top, for top = 1.m * 2^e given as mantissa limit and exponent.
 static inline float pow2_scale(float amax, uint32_t top_mantissa, int top_exponent) {
@@ -363,12 +363,12 @@ static inline float pow2_scale(float amax, uint32_t top_mantissa, int top_expone
   return bit_cast<float>(uint32_t(std::max(e, -126) + 127) << 23);
 }
 // Scale of one FP8 block: amax / s <= 448 = 1.75 * 2^8, amax floored at 1e-4.
-[[maybe_unused]] static inline float fp8_scale(float amax) { return pow2_scale(std::max(amax, 1e-4f), 0x600000, 8); }
+static inline float fp8_scale(float amax) { return pow2_scale(std::max(amax, 1e-4f), 0x600000, 8); }
 // Scale of one FP4 block: amax / s <= 6 = 1.5 * 2^2, amax floored at 6 * 2^-126.
-[[maybe_unused]] static inline float fp4_scale(float amax) { return pow2_scale(std::max(amax, 6.0f * 0x1p-126f), 0x400000, 2); }
+static inline float fp4_scale(float amax) { return pow2_scale(std::max(amax, 6.0f * 0x1p-126f), 0x400000, 2); }
 
 // x rounded to the nearest E2M1 value 0 .5 1 1.5 2 3 4 6, ties to the even code, saturating at 6.
-[[maybe_unused]] static inline float round_e2m1(float x) {
+static inline float round_e2m1(float x) {
   const float a = std::min(std::fabs(x), 6.0f);
   const float binade = std::max(bit_cast<float>(bit_cast<uint32_t>(a) & 0x7f800000u), 1.0f);
   const float c = binade * 0x1.8p22f;
@@ -377,12 +377,12 @@ static inline float pow2_scale(float amax, uint32_t top_mantissa, int top_expone
 
 // FNV-1a, 64 bits. Start from kFnvBasis; chain by passing the previous hash.
 constexpr uint64_t kFnvBasis = 14695981039346656037ull, kFnvPrime = 1099511628211ull;
-[[maybe_unused]] static inline uint64_t fnv1a(const void* data, size_t n, uint64_t h = kFnvBasis) {
+static inline uint64_t fnv1a(const void* data, size_t n, uint64_t h = kFnvBasis) {
   const uint8_t* p = static_cast<const uint8_t*>(data);
   for (size_t i = 0; i < n; i++) h = (h ^ p[i]) * kFnvPrime;
   return h;
 }
-[[maybe_unused]] static inline uint64_t fnv1a(std::string_view s) { return fnv1a(s.data(), s.size()); }
+static inline uint64_t fnv1a(std::string_view s) { return fnv1a(s.data(), s.size()); }
 
 // xorshift64*: state 0 becomes the golden ratio, so every seed works.
 struct Rng {
@@ -402,7 +402,7 @@ struct Rng {
 
 // exp, log and sin/cos in double with nothing but + - * / and fma, so that no libm decides a bit.
 // Absolute errors below 1e-15 of the result (exp: relative; sincos: for |x| < 1e8).
-[[maybe_unused]] static DS4_INLINE double exp_f64(double x) {
+static DS4_INLINE double exp_f64(double x) {
   if (x != x) return x;
   x = std::min(std::max(x, -708.0), 709.0);
   const double n = std::floor(x * 1.4426950408889634 + 0.5);
@@ -416,7 +416,7 @@ struct Rng {
 }
 
 // Natural logarithm of a positive normal x.
-[[maybe_unused]] static DS4_INLINE double log_f64(double x) {
+static DS4_INLINE double log_f64(double x) {
   uint64_t u = bit_cast<uint64_t>(x);
   int e = int(u >> 52) - 1023;
   double m = bit_cast<double>((u & 0xfffffffffffffull) | 0x3ff0000000000000ull);
@@ -430,15 +430,15 @@ struct Rng {
 }
 
 // log(1 + exp(x)) and the logistic function.
-[[maybe_unused]] static DS4_INLINE double softplus_f64(double x) {
+static DS4_INLINE double softplus_f64(double x) {
   if (!(x <= 40.0)) return x;                                       // NaN stays NaN
   const double e = exp_f64(x);
   if (e < 1e-5) return e * (1.0 - e * (0.5 - e * (1.0 / 3)));       // log1p for tiny e
   return log_f64(1.0 + e);
 }
-[[maybe_unused]] static inline double sigmoid_f64(double x) { return 1.0 / (1.0 + exp_f64(-x)); }
+static inline double sigmoid_f64(double x) { return 1.0 / (1.0 + exp_f64(-x)); }
 
-[[maybe_unused]] static inline void sincos_f64(double x, double* s, double* c) {
+static inline void sincos_f64(double x, double* s, double* c) {
   const double n = std::floor(x * 0.63661977236758134308 + 0.5);    // x = n * pi/2 + r
   double r = std::fma(n, -1.57079632679489655800e+00, x);
   r = std::fma(n, -6.12323399573676603587e-17, r);
@@ -528,7 +528,7 @@ static_assert(sizeof(BlockIQ2_XXS) == 66 && sizeof(BlockIQ2_XS) == 74 && sizeof(
 static_assert(sizeof(BlockIQ3_XXS) == 98 && sizeof(BlockIQ3_S) == 110, "GGUF");
 
 // Bytes of a row of n elements, n a multiple of the block.
-[[maybe_unused]] static inline uint64_t row_bytes(Type t, uint64_t n) {
+static inline uint64_t row_bytes(Type t, uint64_t n) {
   return n / type_info(t).block_elems * type_info(t).block_bytes;
 }
 
@@ -638,8 +638,8 @@ struct ActRow {
   // For IQ2_XXS, written by AVX-512 only: byte 4t + i of a block of qe is byte 8i + t of its q; qet is to qe as qt is to q.
   const int8_t *qe, *qet;            // [n_pad]
 };
-[[maybe_unused]] static inline size_t act_bytes(size_t n) { return size_t(align_up(n, 512)) / 32 * (4 * 32 + 7 * 4); }
-[[maybe_unused]] static inline ActRow act_row(const void* act, size_t n) {
+static inline size_t act_bytes(size_t n) { return size_t(align_up(n, 512)) / 32 * (4 * 32 + 7 * 4); }
+static inline ActRow act_row(const void* act, size_t n) {
   const size_t n_pad = size_t(align_up(n, 512)), nb = n_pad / 32;
   const int8_t* q = static_cast<const int8_t*>(act);
   const float* f = reinterpret_cast<const float*>(q + 2 * n_pad);
@@ -4076,7 +4076,7 @@ struct GgufOptions {
 };
 
 // Tells the system that [p, p + n) is needed soon, so that it starts reading. Never fails.
-[[maybe_unused]] static void prefetch_pages(const void* p, size_t n) {
+static void prefetch_pages(const void* p, size_t n) {
   if (n == 0) return;
   static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
   const uintptr_t begin = uintptr_t(p) & ~(page - 1), end = uintptr_t(p) + n;
@@ -5329,7 +5329,7 @@ static void for_each_matrix(const Model& m, const F& f) {
 // Bytes of the weights that a decoded token is multiplied with: all dense matrices, n_used of n_expert experts, one row of
 // token_embd. Fewer are read (--bench profile counts them): several tokens share one reading of the compressors' weights, and
 // the indexer's are not used in short contexts.
-[[maybe_unused]] static uint64_t bytes_per_token(const Model& m) {
+static uint64_t bytes_per_token(const Model& m) {
   uint64_t n = m.token_embd.stride;
   for_each_matrix(m, [&](const Matrix& w, bool is_expert) {
     const uint64_t nbytes = uint64_t(w.rows) * w.stride;
@@ -5339,7 +5339,7 @@ static void for_each_matrix(const Model& m, const F& f) {
 }
 
 // Keeps all matrices but the experts in memory (--mlock-dense); a warning if the system refuses.
-[[maybe_unused]] static void lock_dense_weights(const Model& m) {
+static void lock_dense_weights(const Model& m) {
   uint64_t locked = 0, refused = 0;
   for_each_matrix(m, [&](const Matrix& w, bool is_expert) {
     const uint64_t nbytes = uint64_t(w.rows) * w.stride;
@@ -5360,7 +5360,7 @@ struct RoleUse {
 };
 
 // Tensors of the file by role and type, in the order in which the file has them. Tensors without a role are "unused".
-[[maybe_unused]] static std::vector<RoleUse> role_table(const Model& m) {
+static std::vector<RoleUse> role_table(const Model& m) {
   std::vector<RoleUse> table;
   for (const Tensor& t : m.file->tensors()) {
     const BlockName name = split_block_name(t.name);

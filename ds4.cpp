@@ -9311,20 +9311,15 @@ static void detect_streams(ColorMode mode) {
 // Thrown when the reader of stdout has gone: the program ends without a word.
 struct PipeClosed {};
 
-// Writes to stdout and hands it on at once. Throws PipeClosed, or Error when the disk is full.
+// Writes to stdout and hands it on at once; nothing else does, but for RawMode. Throws PipeClosed, or Error when the disk is
+// full. Not by stdio, which drops what it holds when a signal (Ctrl-C while a pager waits) interrupts it.
 static void write_out(std::string_view s) {
-  errno = 0;
-  if (std::fwrite(s.data(), 1, s.size(), stdout) == s.size() && std::fflush(stdout) == 0) return;
-  if (errno == EPIPE) throw PipeClosed();
-  fail("standard output: %s", std::strerror(errno));
-}
-
-[[maybe_unused]] __attribute__((format(printf, 1, 2))) static void print_out(const char* fmt, ...) {
-  va_list args;
-  va_start(args, fmt);
-  const std::string s = vformat(fmt, args);
-  va_end(args);
-  write_out(s);
+  while (!s.empty()) {
+    const ssize_t n = write(STDOUT_FILENO, s.data(), s.size());
+    if (n >= 0) s.remove_prefix(size_t(n));
+    else if (errno == EPIPE) throw PipeClosed();
+    else if (errno != EINTR) fail("standard output: %s", std::strerror(errno));
+  }
 }
 
 static void tell_list(const char* fmt, va_list args) { std::fprintf(stderr, "%s\n", terminal_safe(vformat(fmt, args)).c_str()); }
@@ -9362,23 +9357,29 @@ static int terminal_rows() {
 static std::atomic<bool> g_interrupted{false};
 static std::atomic<int> g_interrupts_unseen{0};
 
-// While one of these lives, Ctrl-C sets g_interrupted instead of ending the process. A third one
-// that nobody has looked at ends it all the same, so that a stuck program can be left.
-class InterruptScope {
+// While one of these lives, the signal has this handler, and ends a read of the terminal.
+class SignalScope {
  public:
-  InterruptScope() {
+  SignalScope(int signal, void (*handler)(int)) : signal_(signal) {
     struct sigaction action{};
-    action.sa_handler = [](int) {
-      g_interrupted = true;
-      if (++g_interrupts_unseen >= 3) _exit(kExitInterrupted);
-    };
-    sigemptyset(&action.sa_mask);                    // no SA_RESTART: a read on the terminal returns
-    sigaction(SIGINT, &action, &before_);
-    take();
+    action.sa_handler = handler;
+    sigemptyset(&action.sa_mask);                    // no SA_RESTART
+    sigaction(signal_, &action, &before_);
   }
-  ~InterruptScope() { sigaction(SIGINT, &before_, nullptr); }
-  InterruptScope(const InterruptScope&) = delete;
-  InterruptScope& operator=(const InterruptScope&) = delete;
+  ~SignalScope() { sigaction(signal_, &before_, nullptr); }
+  SignalScope(const SignalScope&) = delete;
+  SignalScope& operator=(const SignalScope&) = delete;
+
+ private:
+  const int signal_;
+  struct sigaction before_ {};
+};
+
+// While one of these lives, Ctrl-C sets g_interrupted instead of ending the process. A third one that nobody has looked at
+// ends it all the same, so that a stuck program can be left; the second warns of that.
+class InterruptScope : SignalScope {
+ public:
+  InterruptScope() : SignalScope(SIGINT, press) { take(); }
   // True if Ctrl-C was pressed since the last call.
   static bool take() {
     g_interrupts_unseen = 0;
@@ -9386,29 +9387,14 @@ class InterruptScope {
   }
 
  private:
-  struct sigaction before_ {};
-};
-
-// While one of these lives, being continued after a stop (fg after Ctrl-Z, SIGCONT from anywhere) ends a read of the
-// terminal, so that the line is drawn again.
-class ContinueScope {
- public:
-  ContinueScope() {
-    struct sigaction action{};
-    action.sa_handler = [](int) { continued_ = true; };
-    sigemptyset(&action.sa_mask);                    // no SA_RESTART
-    sigaction(SIGCONT, &action, &before_);
-    take();
+  static void press(int) {
+    static constexpr char kHint[] = "\n(stops when this step is done; Ctrl-C once more ends ds4)\n";
+    g_interrupted = true;
+    const int n = ++g_interrupts_unseen, error = errno;
+    if (n >= 3) _exit(kExitInterrupted);
+    if (n == 2) (void)!write(STDERR_FILENO, kHint, sizeof kHint - 1);
+    errno = error;
   }
-  ~ContinueScope() { sigaction(SIGCONT, &before_, nullptr); }
-  ContinueScope(const ContinueScope&) = delete;
-  ContinueScope& operator=(const ContinueScope&) = delete;
-  // True if the process was continued since the last call.
-  static bool take() { return continued_.exchange(false); }
-
- private:
-  static inline std::atomic<bool> continued_{false};
-  struct sigaction before_ {};
 };
 
 // -- progress ----
@@ -9578,15 +9564,19 @@ class History {
 
 enum class Input { line, interrupt, end };
 
-// Reads what the user types: in raw mode with editing when stdin and stdout are a terminal, else plain lines.
+// The process was continued after a stop (fg after Ctrl-Z, SIGCONT from anywhere): the line is to be drawn again.
+static std::atomic<bool> g_continued{false};
+
+// Reads what the user types at a terminal: in raw mode with editing, or plain lines where stdout is none or TERM is "dumb".
 class LineEditor {
  public:
   explicit LineEditor(std::string history_path) : history_(std::move(history_path)) {}
   // One line (it may hold newlines: Ctrl-J, paste). On interrupt, `text` is what had been typed.
   Input read(const std::string& prompt, std::string& text) {
     text.clear();
+    g_continued = false;
+    const SignalScope continues(SIGCONT, [](int) { g_continued = true; }), resizes(SIGWINCH, [](int) {});
     if (!g_streams.editor) return read_plain(prompt, text);
-    const ContinueScope continues;
     RawMode raw;
     prompt_ = prompt;
     prompt_columns_ = 0;
@@ -9609,10 +9599,6 @@ class LineEditor {
    public:
     RawMode() {
       tcgetattr(STDIN_FILENO, &before_);
-      struct sigaction action{};
-      action.sa_handler = [](int) {};                  // a resize ends the read, so the line is drawn again
-      sigemptyset(&action.sa_mask);
-      sigaction(SIGWINCH, &action, nullptr);
       enter();
     }
     ~RawMode() { leave(); }
@@ -9657,25 +9643,19 @@ class LineEditor {
   };
 
   Input read_plain(const std::string& prompt, std::string& text) {
-    if (g_streams.in_tty) std::fprintf(stderr, "%s", prompt.c_str());
-    std::optional<ContinueScope> continues;
-    if (g_streams.in_tty) continues.emplace();
+    std::fprintf(stderr, "%s", prompt.c_str());
     for (;;) {
+      if (g_continued.exchange(false)) std::fprintf(stderr, "%s", prompt.c_str());
+      if (InterruptScope::take()) return std::fputc('\n', stderr), Input::interrupt;
       errno = 0;
       const int c = std::fgetc(stdin);
-      if (c == EOF && errno == EINTR) {
-        std::clearerr(stdin);
-        if (continues && ContinueScope::take()) std::fprintf(stderr, "%s", prompt.c_str());
-        if (!InterruptScope::take()) continue;
-        std::fputc('\n', stderr);
-        return Input::interrupt;
-      }
-      if (c == EOF) {
-        if (g_streams.in_tty) std::clearerr(stdin);                        // Ctrl-D ends a message here, not the terminal
-        return text.empty() ? Input::end : Input::line;
-      }
       if (c == '\n') return Input::line;
-      text += char(c);
+      if (c != EOF) {
+        text += char(c);
+        continue;
+      }
+      std::clearerr(stdin);                                                // Ctrl-D ends a message here, not the terminal
+      if (errno != EINTR) return text.empty() ? Input::end : Input::line;
     }
   }
 
@@ -9793,7 +9773,8 @@ class LineEditor {
 
   Input edit(RawMode& raw) {
     for (;;) {
-      if (ContinueScope::take()) raw.enter(), drawn_row_ = 0;          // the shell had the terminal meanwhile
+      if (InterruptScope::take()) return Input::interrupt;             // from outside: as a key Ctrl-C makes no signal here
+      if (g_continued.exchange(false)) raw.enter(), drawn_row_ = 0;    // the shell had the terminal meanwhile
       if (!input_waits()) draw();
       const int key = read_key();
       switch (key) {
@@ -9823,7 +9804,7 @@ class LineEditor {
           write_out("\r\n");
           raw.leave();
           raise(SIGTSTP);
-          ContinueScope::take();
+          g_continued = false;
           raw.enter();
           drawn_row_ = 0;
           break;
@@ -10652,7 +10633,7 @@ static int run_one_shot(Runtime& rt) {
   Rng rng(seed);
   AnswerPrinter printer(o);
   const Answer a = run_request(rt, r, rng, printer);
-  if (o.json) print_out("%s\n", answer_json(rt, a, generate_options(o, r), seed).dump().c_str());
+  if (o.json) write_out(answer_json(rt, a, generate_options(o, r), seed).dump() + "\n");
   explain_finish(rt, a);
   if (!o.seed && o.generate.sampler.temp > 0 && !o.json) note("seed %llu", ull(seed));
   print_stats(rt, a);
@@ -10880,7 +10861,7 @@ static int run_script(Runtime& rt) {
       if ((interrupted = r.answer.finish == Finish::interrupted)) break;
       (r.why.empty() ? passed : failed)++;
       not_run += !r.ran;
-      print_out("%s\n", result_json(rt, c, r).dump().c_str());
+      write_out(result_json(rt, c, r).dump() + "\n");
       if (!r.why.empty()) note("FAILED %s: %s", c.name.empty() ? what.c_str() : c.name.c_str(), r.why.c_str());
       print_stats(rt, r.answer);
       if (o.update && r.ran) line = updated_case(c.json, r.answer).dump();
@@ -10989,7 +10970,7 @@ class Chat {
       o_.generate.first_call = state_.n_calls;
       AnswerPrinter printer(o_);
       last_ = run_request(rt_, r, rng_, printer);
-      if (o_.json) print_out("%s\n", answer_json(rt_, last_, generate_options(o_, r), seed_).dump().c_str());
+      if (o_.json) write_out(answer_json(rt_, last_, generate_options(o_, r), seed_).dump() + "\n");
       explain_finish(rt_, last_);
       print_stats(rt_, last_);
       InterruptScope::take();
@@ -11341,7 +11322,7 @@ static int run_perplexity(Runtime& rt) {
     if (g_streams.err_tty) note("%zu of %zu tokens, perplexity %.4f", done, text.size(), std::exp(nll / double(done)));
   }
   Json j = Json::object().set("tokens", text.size()).set("nll", nll).set("perplexity", std::exp(nll / double(text.size())));
-  print_out("%s\n", j.dump().c_str());
+  write_out(j.dump() + "\n");
   return kExitOk;
 }
 
@@ -11459,7 +11440,7 @@ static int run_check(Runtime& rt) {
     }
   }
   Json j = Json::object().set("tensors", file.tensors().size() - skipped).set("skipped", skipped).set("values", values);
-  print_out("%s\n", j.set("non_finite", not_finite).set("rows", std::move(found)).dump().c_str());
+  write_out(j.set("non_finite", not_finite).set("rows", std::move(found)).dump() + "\n");
   return not_finite ? kExitBadInput : kExitOk;
 }
 
@@ -11820,7 +11801,7 @@ constexpr char kCommit[] = "";
   detect_streams(o.color);
   if (o.command == Command::help) return write_out(help_text()), kExitOk;
   if (o.command == Command::version)
-    return print_out("ds4 %s%s (%s)\n", kVersion, kCommit, Runtime::isa_names().c_str()), kExitOk;
+    return write_out(format("ds4 %s%s (%s)\n", kVersion, kCommit, Runtime::isa_names().c_str())), kExitOk;
   check_partners(o);
   if (o.demo) apply_demo(o);
   Runtime rt(std::move(o));

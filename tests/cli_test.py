@@ -305,6 +305,20 @@ def test_interrupt():
         same((p.returncode, json.loads(out)["finish"]), (130, "interrupted"))
 
 
+def test_interrupt_while_stdout_is_blocked():
+    """The reader of a full pipe still gets the whole answer."""
+    p = subprocess.Popen([DS4, "-m", MODEL, *GREEDY, "--json", "--logprobs", "9", "--ignore-eos", "-n", "40", "-p", "Hello"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, env=ENV)
+    fcntl.fcntl(p.stdout, 1031, 4096)         # F_SETPIPE_SZ
+    select.select([p.stdout], [], [], 20)
+    time.sleep(0.2)
+    for _ in range(2):
+        p.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    out, err = p.communicate(timeout=20)
+    same((p.returncode, json.loads(out)["finish"], err), (0, "length", b"\n(stops when this step is done; Ctrl-C once more ends ds4)\n"))
+
+
 # -- dumps ----
 
 def test_dump_tokens():
@@ -554,6 +568,14 @@ class Chat:
     def prompt(self):
         return self.expect(PROMPT)
 
+    def wait_until_it_reads(self):
+        for _ in range(500):
+            time.sleep(0.01)
+            with open("/proc/%d/stat" % self.pid) as f:
+                if f.read().rpartition(")")[2].split()[0] == "S":
+                    break
+        time.sleep(0.05)
+
     def end(self, timeout=10):
         stop = time.time() + timeout
         while time.time() < stop:
@@ -737,14 +759,38 @@ def test_chat_interrupts():
     same(c.end(), 0)
 
 
+def test_chat_interrupts_from_outside():
+    """At the prompt SIGINT is a Ctrl-C, and does not wait for the next message."""
+    c = Chat(*OPTIONS)
+    c.prompt()
+    for _ in range(4):
+        c.send("abc")
+        c.expect("abc")
+        c.wait_until_it_reads()
+        os.kill(c.pid, signal.SIGINT)
+        c.prompt()
+    holds("Hello!", c.say("Hello"))
+    c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_chat_warns_before_it_is_ended():
+    path("long.txt", "red house " * 1900)
+    c = Chat(*OPTIONS, "--isa", "scalar", "-t", "1", "--prefill-chunk", "4096")
+    c.prompt()
+    c.send("/read long.txt\r")
+    c.expect("\n")
+    for _ in range(2):
+        time.sleep(0.3)
+        c.send("\x03")
+    c.expect(re.escape("(stops when this step is done; Ctrl-C once more ends ds4)"))
+    c.send("\x03")
+    same(c.end(), 130)
+
+
 def test_chat_draws_the_prompt_again_after_a_stop():
     def stop_and_continue(c):
-        for _ in range(500):                                                       # until it reads again
-            time.sleep(0.01)
-            with open("/proc/%d/stat" % c.pid) as f:
-                if f.read().rpartition(")")[2].split()[0] == "S":
-                    break
-        time.sleep(0.05)
+        c.wait_until_it_reads()
         os.kill(c.pid, signal.SIGSTOP)
         assert os.WIFSTOPPED(os.waitpid(c.pid, os.WUNTRACED)[1])
         time.sleep(0.05)

@@ -9342,6 +9342,9 @@ static void tell_list(const char* fmt, va_list args) { std::fprintf(stderr, "%s\
 [[maybe_unused]] static void print_error(std::string_view message) {
   std::fprintf(stderr, "ds4: %s\n", terminal_safe(message).c_str());
 }
+[[maybe_unused]] static void print_error(const std::exception& e) {
+  print_error(dynamic_cast<const std::bad_alloc*>(&e) ? "out of memory" : std::string_view(e.what()));
+}
 
 static int terminal_columns() {
   winsize w{};
@@ -9514,7 +9517,7 @@ class History {
     std::fclose(f);
     if (entries_.size() > kKeep) {
       entries_.erase(entries_.begin(), entries_.end() - kKeep / 2);
-      save(0);
+      save(0, true);
     }
   }
   size_t size() const { return entries_.size(); }
@@ -9540,11 +9543,11 @@ class History {
 
  private:
   static constexpr size_t kKeep = 2000;
-  // Appends the entries from `first` on; first = 0 replaces the file.
-  void save(size_t first) {
+  // Appends the entries from `first` on to the file (another chat may do so too), or replaces it by them.
+  void save(size_t first, bool replace = false) {
     if (path_.empty()) return;
-    const std::string target = first ? path_ : path_ + ".new";
-    const int fd = open(target.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | (first ? 0 : O_TRUNC), 0600);
+    const std::string target = replace ? path_ + ".new" : path_;
+    const int fd = open(target.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | (replace ? O_TRUNC : 0), 0600);
     if (fd < 0) return;
     fchmod(fd, 0600);
     std::string out;
@@ -9554,7 +9557,7 @@ class History {
     }
     const bool good = write(fd, out.data(), out.size()) == ssize_t(out.size());
     close(fd);
-    if (!first && good) std::rename(target.c_str(), path_.c_str());
+    if (replace && good) std::rename(target.c_str(), path_.c_str());
   }
   std::string path_;
   std::vector<std::string> entries_;
@@ -9577,6 +9580,7 @@ class LineEditor {
     g_continued = false;
     const SignalScope continues(SIGCONT, [](int) { g_continued = true; }), resizes(SIGWINCH, [](int) {});
     if (!g_streams.editor) return read_plain(prompt, text);
+    if (int n = 0; ioctl(STDIN_FILENO, FIONREAD, &n) == 0) typed_ahead_ = n;
     RawMode raw;
     prompt_ = prompt;
     prompt_columns_ = 0;
@@ -9671,8 +9675,10 @@ class LineEditor {
     if (n < 0 && errno == EINTR) return kRedraw;
     if (n <= 0) return kHangup;
     pending_.assign(chunk, size_t(n));
+    std::replace(pending_.begin(), pending_.begin() + std::min<ssize_t>(n, typed_ahead_), '\n', '\r');
+    typed_ahead_ = std::max(0, typed_ahead_ - int(n));
     pending_at_ = 1;
-    return uint8_t(chunk[0]);
+    return uint8_t(pending_[0]);
   }
   bool input_waits() const { return pending_at_ < pending_.size(); }
 
@@ -9835,6 +9841,7 @@ class LineEditor {
       std::string shown = line_.substr(i, g.nbytes);
       if (shown == "\t") shown = "    ", g.columns = 4;
       else if (uint8_t(shown[0]) < 32 || (g.nbytes == 1 && uint8_t(shown[0]) >= 127)) shown = "?";
+      else if (uint8_t(shown[0]) == 0xc2 && uint8_t(shown[1]) < 0xa0) shown = "?";        // C1: U+009B steers as Esc [ does
       if (column + g.columns > width) rows.emplace_back(), column = 0;
       if (i == cursor_) cursor_row = int(rows.size()) - 1, cursor_column = column;
       rows.back() += shown;
@@ -9857,6 +9864,7 @@ class LineEditor {
   std::string prompt_, line_, unsent_, pending_;
   size_t cursor_ = 0, at_ = 0, pending_at_ = 0;
   int prompt_columns_ = 0, drawn_row_ = 0;
+  int typed_ahead_ = 0;              // bytes of lines typed before raw mode, which made their Enter a newline
 };
 
 // One message of the user. A line that starts with """ opens a block that ends with """ at the end of
@@ -10596,7 +10604,7 @@ static Answer run_request(Runtime& rt, const Request& r, Rng& rng, AnswerPrinter
   try {
     a = rt.session().answer(r.ids, generate_options(rt.options(), r), rng, show,
                             [&](size_t done, size_t total) { progress.show(done, total); });
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     progress.clear();
     printer.finish();
     throw;
@@ -10890,31 +10898,33 @@ class Chat {
     bool leaving = false;
     for (;;) {
       Message m = read_message(editor_, "> ");
+      const bool empty = m.text.empty() && !m.block;
+      const std::string quotes = m.block && m.text[0] == '/' ? "\"\"\"" : "";            // brought back it is no command either
       if (m.input == Input::end) {
-        if (!m.block && m.text.empty()) return kExitOk;
+        if (empty) return kExitOk;
         m.text.resize(m.text.find_last_not_of('\n') + 1);
-        editor_.remember(m.block && m.text[0] == '/' ? "\"\"\"" + m.text : m.text);       // no command
+        editor_.remember(quotes + m.text);
         note("(not sent%s; Ctrl-D again leaves)", g_streams.editor && !m.text.empty() ? ": Up brings it back" : "");
         leaving = false;
         continue;
       }
       if (m.input == Input::interrupt) {
-        if (leaving && m.text.empty()) return kExitOk;
-        leaving = m.text.empty();
+        if (leaving && empty) return kExitOk;
+        leaving = empty;
         if (leaving) note("(Ctrl-C again or Ctrl-D leaves)");
         continue;
       }
       leaving = false;
       if (m.text.find_first_not_of(" \t\r\n") == m.text.npos) continue;
-      editor_.remember(m.text);
+      editor_.remember(quotes + m.text + quotes);
       try {
         if (!m.block && m.text[0] == '/' && m.text.compare(0, 2, "//") != 0 && m.text.find('\n') == m.text.npos) {
           if (!command(m.text)) return kExitOk;
         } else {
           say(!m.block && m.text[0] == '/' ? m.text.substr(1) : m.text);
         }
-      } catch (const Error& e) {
-        print_error(e.what());
+      } catch (const std::exception& e) {
+        print_error(e);
       }
     }
   }
@@ -11839,13 +11849,10 @@ int main(int argc, char** argv) {
   } catch (const ds4::PipeClosed&) {
     return ds4::kExitOk;
   } catch (const ds4::Error& e) {
-    ds4::print_error(e.what());
+    ds4::print_error(e);
     return e.code;
-  } catch (const std::bad_alloc&) {
-    ds4::print_error("out of memory");
-    return ds4::kExitBadInput;
   } catch (const std::exception& e) {
-    ds4::print_error(e.what());
+    ds4::print_error(e);
     return ds4::kExitBadInput;
   }
 }

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import resource
 import select
 import signal
 import struct
@@ -528,9 +529,11 @@ def test_script_update():
 # -- chat in a pseudo-terminal ----
 
 class Chat:
-    def __init__(self, *args, env=None, size=(24, 80), model=MODEL):
+    def __init__(self, *args, env=None, size=(24, 80), model=MODEL, limit=None):
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            if limit:
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             os.chdir(TMP.name)
             os.execve(DS4, [DS4] + (["-m", model] if model else []) + list(args), dict(ENV, **(env or {})))
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", size[0], size[1], 0, 0))
@@ -831,6 +834,70 @@ def test_chat_history_file():
     holds("19", c.say("\x1b[A"))
     c.send("\x04")
     c.end()
+
+
+def test_chats_share_the_history_file():
+    state = path("shared")
+    a, b = (Chat(*OPTIONS, env={"XDG_STATE_HOME": state}) for _ in range(2))
+    a.prompt(), b.prompt()
+    for c, text in ((a, "Hello"), (b, "What is 12 + 7?")):
+        c.say(text)
+        c.send("\x04")
+        c.end()
+    with open(os.path.join(state, "ds4", "history")) as f:
+        same(f.read(), "Hello\nWhat is 12 + 7?\n")
+
+
+def test_chat_line_typed_ahead():
+    """A line that was typed while the answer ran is sent."""
+    c = Chat(*OPTIONS, "--ignore-eos", "--isa", "scalar", "-t", "1", "-n", "200")
+    c.prompt()
+    c.send("Hello\r")
+    c.expect("Hello!")
+    c.send("/set ignore-eos off\rWhat is 12 + 7?\rMy name")
+    c.expect("ignore-eos off\\)")
+    c.expect("19\r\n")
+    c.expect("> My name\r")
+    c.say(" is Clara.")
+    c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_chat_shows_no_control_characters():
+    c = Chat(*OPTIONS)
+    c.prompt()
+    c.send("a\u0085\u009bb\u00a0")
+    holds("> a??b\u00a0", c.expect("b\u00a0"))
+    assert "\u009b" not in c.seen
+    c.send("\x15\x04")
+    same(c.end(), 0)
+
+
+def test_chat_survives_lack_of_memory():
+    c = Chat(*OPTIONS, "-t", "1", limit=1 << 30)
+    c.prompt()
+    c.send("/read /dev/zero\r")
+    holds("ds4: out of memory", c.prompt())
+    holds("Hello!", c.say("Hello"))
+    c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_chat_blocks_are_no_commands():
+    c = Chat(*OPTIONS)
+    c.prompt()
+    c.send("\x03")
+    c.prompt()
+    c.send('"""\r')
+    c.expect("\\.\\.")
+    c.send("\x03")                                                                 # not twice in a row: that was a block
+    c.prompt()
+    c.say('"""/clear"""')
+    got = c.say("\x1b[A")
+    holds('"""/clear"""', got)
+    assert "new chat" not in got
+    c.send("\x04")
+    same(c.end(), 0)
 
 
 def test_chat_tools():

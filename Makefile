@@ -42,8 +42,9 @@ $(BUILDS:%=%/tests): $(TESTS) ds4.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) $(FLAGS) $(CXXFLAGS) $(LDFLAGS) tests/all.cpp $(GTEST) -o $@
 
-demo: ds4
-	./ds4 --demo --model $(NANO)
+demo: ds4                        # without a terminal one question, and nothing read from stdin
+	@if [ -t 0 ] && [ -t 1 ]; then set -x; ./ds4 --demo --model $(NANO); \
+	else set -x; ./ds4 --demo --model $(NANO) -p "What is 12 + 7?"; fi
 
 test:
 	$(MAKE) $(JOBS) $(BUILD)/tests ds4 $(BUILD)/make_model

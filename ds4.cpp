@@ -9912,7 +9912,7 @@ static Message read_message(LineEditor& editor, const std::string& prompt) {
 
 namespace ds4 {
 
-// -- input files ----
+// -- files ----
 
 // A whole file as bytes; "-" is stdin. Throws Error naming it.
 static std::string read_file(const std::string& path) {
@@ -9926,6 +9926,27 @@ static std::string read_file(const std::string& path) {
   if (error) fail("%s: %s", path == "-" ? "standard input" : path.c_str(), std::strerror(error));
   return s;
 }
+
+// A file that is written piece by piece; errors name it.
+class OutputFile {
+ public:
+  explicit OutputFile(const std::string& path) : path_(path), file_(std::fopen(path.c_str(), "wbe")) {
+    if (!file_) fail("%s: %s", path.c_str(), std::strerror(errno));
+  }
+  ~OutputFile() { if (file_) std::fclose(file_); }
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+  void write(std::string_view bytes) {
+    if (std::fwrite(bytes.data(), 1, bytes.size(), file_) != bytes.size()) fail("%s: %s", path_.c_str(), std::strerror(errno));
+  }
+  void close() {
+    if (std::fclose(std::exchange(file_, nullptr)) != 0) fail("%s: %s", path_.c_str(), std::strerror(errno));
+  }
+
+ private:
+  std::string path_;
+  FILE* file_;
+};
 
 // Replaces a file in one step: a temporary one beside it, then a rename.
 static void write_file(const std::string& path, std::string_view text) {
@@ -10193,17 +10214,21 @@ static Options parse_options(int argc, char** argv) {
   return o;
 }
 
-// Refuses what would silently do nothing: an option without the one it belongs to, a prompt beside a script's own. What a
-// script merely does not use (-sys, --tools) is ignored.
+// Refuses what would silently do nothing: an option without the one it belongs to, a part of a prompt beside a whole one.
 static void check_partners(const Options& o) {
-  const bool script = o.command == Command::script;
   if (was_given(o, "--logprobs") && !o.json && o.command != Command::dump_logprobs)
     fail_usage("--logprobs needs --json or --dump-logprobs");
   for (const char* name : {"--no-bos", "--no-special"})
     if (was_given(o, name) && !o.raw) fail_usage("%s needs --raw", name);
-  if (o.update && !script) fail_usage("--update needs --script");
-  for (const char* name : {"-p", "-f", "--prompt-tokens", "--messages"})
-    if (was_given(o, name) && script) fail_usage("%s and --script: a script has its own prompts", name);
+  if (o.update && o.command != Command::script) fail_usage("--update needs --script");
+  if (o.update && o.command_arg == "-") fail_usage("--update needs a script in a file");
+  const auto refuse = [&](std::initializer_list<const char*> names, const char* whole, const char* why) {
+    for (const char* name : names)
+      if (was_given(o, name) && was_given(o, whole)) fail_usage("%s and %s: %s", name, whole, why);
+  };
+  refuse({"-p", "-f", "--prompt-tokens", "--messages", "--raw", "-sys", "-sysf", "--tools"}, "--script", "a script has its own prompts");
+  refuse({"-p", "-f", "--messages", "--raw", "-sys", "-sysf", "--tools"}, "--prompt-tokens", "the ids are the whole prompt");
+  refuse({"--messages", "-sys", "-sysf", "--tools"}, "--raw", "there is no chat template to put it in");
 }
 
 // The option table as text: two columns, names padded.
@@ -10484,16 +10509,16 @@ static GenerateOptions generate_options(const Options& o, const Request& r) {
   g.parse = r.parse;
   g.thinking = r.thinking;
   g.tools = r.tools;
-  if (!o.json && o.command != Command::dump_logprobs) g.n_logprobs = -1;
   return g;
 }
 
 // -- showing answers ----
 
-// Shows an answer as it comes: text on stdout; reasoning dimmed there on a terminal, else on stderr. Nothing with --json.
+// Shows an answer as it comes: text on stdout; reasoning dimmed there on a terminal, else on stderr. Nothing with --json and
+// --dump-logprobs.
 class AnswerPrinter {
  public:
-  explicit AnswerPrinter(const Options& o) : silent_(o.json), hide_(o.hide_think) {}
+  explicit AnswerPrinter(const Options& o) : silent_(o.json || o.command == Command::dump_logprobs), hide_(o.hide_think) {}
   void show(std::string_view piece, bool reasoning) {
     if (silent_ || (reasoning && hide_)) return;
     if (reasoning != reasoning_) switch_to(reasoning);
@@ -10631,19 +10656,30 @@ static void explain_finish(Runtime& rt, const Answer& a) {
 
 static int exit_code(Finish f) { return f == Finish::fault ? kExitFault : f == Finish::interrupted ? kExitInterrupted : kExitOk; }
 
+// One prompt, one answer: shown, as JSON on stdout, or with --dump-logprobs as JSON in a file.
 static int run_one_shot(Runtime& rt) {
   Options& o = rt.options();
   const Request r = one_shot_request(rt);
-  o.generate.hash = o.json || wants_stats(o);
+  const bool dump = o.command == Command::dump_logprobs;
+  o.generate.hash = dump || o.json || wants_stats(o);
+  if (dump && !was_given(o, "--logprobs")) o.generate.n_logprobs = 10;
   rt.session();
+  std::optional<OutputFile> file;
+  if (dump) file.emplace(o.command_arg);
   InterruptScope interrupts;
   const uint64_t seed = o.seed.value_or(random_seed());
   Rng rng(seed);
   AnswerPrinter printer(o);
   const Answer a = run_request(rt, r, rng, printer);
-  if (o.json) write_out(answer_json(rt, a, generate_options(o, r), seed).dump() + "\n");
+  if (dump) {
+    Json j = Json::object().set("finish", finish_name(a.finish)).set("seed", seed).set("hash", hash_text(a.hash));
+    file->write(j.set("tokens", logprobs_json(rt.vocab(), a.logprobs)).dump() + "\n");
+    file->close();
+  } else if (o.json) {
+    write_out(answer_json(rt, a, generate_options(o, r), seed).dump() + "\n");
+  }
   explain_finish(rt, a);
-  if (!o.seed && o.generate.sampler.temp > 0 && !o.json) note("seed %llu", ull(seed));
+  if (!o.seed && o.generate.sampler.temp > 0 && !o.json && !dump) note("seed %llu", ull(seed));
   print_stats(rt, a);
   return exit_code(a.finish);
 }
@@ -11212,27 +11248,6 @@ static int run_dump_tokens(Runtime& rt) {
   return kExitOk;
 }
 
-// A file that is written piece by piece; errors name it.
-class OutputFile {
- public:
-  explicit OutputFile(const std::string& path) : path_(path), file_(std::fopen(path.c_str(), "wbe")) {
-    if (!file_) fail("%s: %s", path.c_str(), std::strerror(errno));
-  }
-  ~OutputFile() { if (file_) std::fclose(file_); }
-  OutputFile(const OutputFile&) = delete;
-  OutputFile& operator=(const OutputFile&) = delete;
-  void write(const void* data, size_t nbytes) {
-    if (std::fwrite(data, 1, nbytes, file_) != nbytes) fail("%s: %s", path_.c_str(), std::strerror(errno));
-  }
-  void close() {
-    if (std::fclose(std::exchange(file_, nullptr)) != 0) fail("%s: %s", path_.c_str(), std::strerror(errno));
-  }
-
- private:
-  std::string path_;
-  FILE* file_;
-};
-
 // Calls f(position, logits) for every position of the prompt; at most a chunk's logits are held at once.
 template <class F>
 static bool for_each_logits(Runtime& rt, const std::vector<int32_t>& ids, const F& f) {
@@ -11259,29 +11274,9 @@ static int run_dump_logits(Runtime& rt) {
   InterruptScope interrupts;
   OutputFile out(rt.options().command_arg);
   const size_t row = rt.model().shape.n_vocab * sizeof(float);
-  const bool done = for_each_logits(rt, r.ids, [&](size_t, const float* logits) { out.write(logits, row); });
+  const bool done = for_each_logits(rt, r.ids, [&](size_t, const float* logits) { out.write({reinterpret_cast<const char*>(logits), row}); });
   out.close();
   return done ? kExitOk : kExitInterrupted;
-}
-
-static int run_dump_logprobs(Runtime& rt) {
-  Options& o = rt.options();
-  const Request r = one_shot_request(rt);
-  GenerateOptions g = generate_options(o, r);
-  if (g.n_logprobs < 0) g.n_logprobs = 10;
-  const uint64_t seed = o.seed.value_or(random_seed());
-  Rng rng(seed);
-  rt.session();
-  InterruptScope interrupts;
-  Progress progress("reading");
-  const Answer a = rt.session().answer(r.ids, g, rng, {}, [&](size_t done, size_t total) { progress.show(done, total); });
-  progress.clear();
-  Json j = Json::object().set("finish", finish_name(a.finish)).set("seed", seed).set("hash", hash_text(a.hash));
-  j.set("tokens", logprobs_json(rt.vocab(), a.logprobs));
-  write_file(o.command_arg, j.dump() + "\n");
-  explain_finish(rt, a);
-  print_stats(rt, a);
-  return exit_code(a.finish);
 }
 
 // DIR/NAME.f32 or .i32 per intermediate tensor, rows in the order of positions.
@@ -11295,7 +11290,7 @@ static int run_dump_taps(Runtime& rt) {
   engine.set_taps([&](const std::string& name, const void* data, size_t rows, size_t cols, bool integer) {
     std::unique_ptr<OutputFile>& f = files[name];
     if (!f) f = std::make_unique<OutputFile>(dir + "/" + name + (integer ? ".i32" : ".f32"));
-    f->write(data, rows * cols * 4);
+    f->write({static_cast<const char*>(data), rows * cols * 4});
   });
   // With the logits of every position wanted, the last layer computes every position too.
   const bool done = for_each_logits(rt, r.ids, [](size_t, const float*) {});
@@ -11494,7 +11489,10 @@ class BenchTable {
     return out.set("rows", std::move(rows));
   }
   static std::string csv(const Json& cell) {
-    return cell.is_string() && cell.text().find_first_of(",\"") != std::string::npos ? cell.dump() : cell.text();
+    if (cell.text().find_first_of(",\"\r\n") == std::string::npos) return cell.text();
+    std::string out;
+    for (const char c : cell.text()) out += c == '"' ? "\"\"" : std::string(1, c);
+    return "\"" + out + "\"";
   }
   static std::string csv_row(const std::vector<Json>& row) {
     std::string out;
@@ -11511,7 +11509,8 @@ class BenchTable {
   std::vector<std::vector<Json>> rows_;
 };
 
-static Json fixed(double v, int digits = 2) { return Json::number(format("%.*f", digits, v)); }
+// A number, or nothing: of a run without tokens.
+static Json fixed(double v, int digits = 2) { return std::isfinite(v) ? Json::number(format("%.*f", digits, v)) : Json(); }
 
 // Reads one word of each cache line of all ranges, as fast as this core's requests allow: the line is what memory delivers.
 // Four places per thread, asked for ahead. Measured against it, two threads: one place 0.94, eight 0.95, four without asking 0.86.
@@ -11772,6 +11771,7 @@ static void run_tokenizer_bench(Runtime& rt) {
 static int run_bench(Runtime& rt) {
   const Options& o = rt.options();
   const std::string what = o.command_arg.empty() ? "model" : o.command_arg;
+  rt.kernels();                                  // throws if --isa names none of this CPU's
   if (what == "memory") bench_memory(rt);
   else if (what == "kernels") bench_kernels(o);
   else if (what == "sampler") run_sampler_bench(o, rt.kernels());
@@ -11782,22 +11782,6 @@ static int run_bench(Runtime& rt) {
 }
 
 // -- entry ----
-
-// On a terminal the demo is a chat; on a pipe it answers one question and ends.
-static bool is_canned_demo(const Options& o) {
-  return o.demo && o.command == Command::chat && !o.prompt && !o.prompt_file && !o.messages && !o.prompt_tokens &&
-         !(g_streams.in_tty && g_streams.out_tty);
-}
-
-static void apply_demo(Options& o) {
-  if (!was_given(o, "--temp")) o.generate.sampler.temp = 0;
-  if (!was_given(o, "--think") && !was_given(o, "--think-max")) o.think = Think::off;
-  if (!is_canned_demo(o)) return;
-  o.prompt =
-      "Bob was assigned the number thirty-four. Alice was assigned the number fifty-two.\n\nList the assigned numbers for: "
-      "Alice, Bob.";
-  note("> %s", o.prompt->c_str());
-}
 
 #ifdef DS4_COMMIT
 constexpr char kCommit[] = " " DS4_COMMIT;
@@ -11813,7 +11797,8 @@ constexpr char kCommit[] = "";
   if (o.command == Command::version)
     return write_out(format("ds4 %s%s (%s)\n", kVersion, kCommit, Runtime::isa_names().c_str())), kExitOk;
   check_partners(o);
-  if (o.demo) apply_demo(o);
+  if (o.demo && !was_given(o, "--temp")) o.generate.sampler.temp = 0;
+  if (o.demo && !was_given(o, "--think") && !was_given(o, "--think-max")) o.think = Think::off;
   Runtime rt(std::move(o));
   const Options& set = rt.options();
   switch (set.command) {
@@ -11822,7 +11807,7 @@ constexpr char kCommit[] = "";
     case Command::check: return run_check(rt);
     case Command::dump_tokens: return run_dump_tokens(rt);
     case Command::dump_logits: return run_dump_logits(rt);
-    case Command::dump_logprobs: return run_dump_logprobs(rt);
+    case Command::dump_logprobs: return run_one_shot(rt);
     case Command::dump_taps: return run_dump_taps(rt);
     case Command::perplexity: return run_perplexity(rt);
     case Command::bench: return run_bench(rt);

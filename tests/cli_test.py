@@ -3,6 +3,7 @@
 
     tests/cli_test.py ./ds4 tests/data/nano.gguf [PATTERN]     prints "N passed, M failed"
 """
+import csv
 import json
 import os
 import pty
@@ -204,8 +205,14 @@ def test_options_that_need_another():
                            (["--no-special", "--dump-tokens", "-p", "Hello"], "--no-special needs --raw"), (["--update", "-p", "Hello"], "--update needs --script")):
         fails(ds4(*args), 2, *needles)
     f = path("one.jsonl", '{"prompt": "Hello", "n": 1}\n')
-    for option, value in (("-p", "Hello"), ("--prompt", "Hello"), ("-f", f), ("--prompt-tokens", f), ("--messages", f)):
-        fails(ds4("--script", f, option, value), 2, "--script")
+    fails(ds4("--script", "-", "--update"), 2, "--update needs a script in a file")
+    texts = [["-sys", "x"], ["-sysf", f], ["--tools", f]]
+    prompts = [["-p", "Hello"], ["--prompt", "Hello"], ["-f", f], ["--messages", f]]
+    for whole, others, why in ((["--script", f], [["--raw"], ["--prompt-tokens", f], *prompts, *texts], "--script: a script has its own prompts"),
+                               (["--prompt-tokens", f], [["--raw"], *prompts, *texts], "--prompt-tokens: the ids are the whole prompt"),
+                               (["--raw", "-p", "Hello"], [prompts[-1], *texts], "--raw: there is no chat template to put it in")):
+        for other in others:
+            fails(ds4(*whole, *other), 2, why)
     r = ds4("--script", f, "--json", "--logprobs", "1")
     same((r.code, len(json.loads(r.out)["logprobs"])), (0, 1))
     same(ds4("--help", "--update", "--no-bos", model=None).code, 0)
@@ -259,9 +266,8 @@ def test_readme_lists_the_options():
 
 
 def test_demo_on_a_pipe():
-    r = ds4("--demo")
-    same(r.code, 0)
-    same(r.out.split(), ["Alice=52", "Bob=34"])
+    r = ds4("--demo", stdin=b"What is 12 + 7?")
+    same((r.code, r.out), (0, "19\n"))
 
 
 def test_broken_pipe_ends_quietly():
@@ -368,6 +374,12 @@ def test_dump_logprobs():
     same(ds4(*GREEDY, "--dump-logprobs", f, "--logprobs", "2", "-p", "Hello").out, "")
     j = json.load(open(f))
     same((j["finish"], len(j["tokens"]), len(j["tokens"][0]["top"])), ("stop", 10, 2))
+    os.symlink("/dev/stdout", path("lp.link"))
+    r = ds4("--dump-logprobs", path("lp.link"), "--nothink", "-p", "Hello", "--seed", "1", "-n", "2")
+    j = json.loads(r.out)
+    same((list(j), j["seed"], len(j["tokens"][0]["top"])), (["finish", "seed", "hash", "tokens"], 1, 10))
+    same(os.path.islink(path("lp.link")), True, "written to, not replaced")
+    fails(ds4("--dump-logprobs", "/nowhere/x", "-p", "x"), 1, "/nowhere/x")
 
 
 def test_dump_taps():
@@ -431,6 +443,15 @@ def test_bench_output():
     assert {"threads", "isa", "file", "hash", "rows"} <= set(j), j
     assert any(row["what"] == "decode" for row in j["rows"])
     same(ds4("--bench", "profile", "--ctx", "100").code, 0)
+    r = ds4("--bench", "profile", "--ctx", "1", "--json")
+    same(json.loads(r.out)["rows"][0]["prefill_ms"], None)
+    version = ds4("--version", model=None).out
+    for isa in ("avx512", "neon"):
+        if isa not in version:
+            fails(ds4("--bench", "kernels", "--isa", isa, model=None), 2, "--isa " + isa)
+    model = path('a "b", c.gguf')
+    os.symlink(MODEL, model)
+    same(list(csv.DictReader(ds4("--bench", "tokenizer", model=model).out.splitlines()))[0]["file"], model)
     r = ds4("--bench", "memory", "-t", "1", timeout=120)
     assert r.code == 0 and r.out.startswith("of,threads,GB/s") and "buffer,1," in r.out, r
     assert ("weights,1," in r.out) != ("fit into the last cache" in r.err), r
@@ -959,7 +980,7 @@ def main():
                 print("ok   %s %.1f s" % (name, time.time() - start))
         except Exception:
             failed += 1
-            print("FAILED %s\n%s" % (name, "".join(traceback.format_exc().strip().split("\n")[-14:][i] + "\n" for i in range(min(14, len(traceback.format_exc().strip().split("\n")))))))
+            print("FAILED %s\n%s\n" % (name, "\n".join(traceback.format_exc().strip().split("\n")[-14:])))
     print("%d passed, %d failed" % (passed, failed))
     return 1 if failed else 0
 

@@ -127,9 +127,7 @@ def main():
     a = ap.parse_args(argv[:cut])
     name = os.path.basename(a.model)
     style = a.style or ("nano" if "nano" in name else "prose")
-    command = [a.ds4, "--model", a.model, *argv[cut + 1:]]
-    if "--ctx" not in argv:
-        command += ["--ctx", str(max(a.lengths) * 9 // 8 + 512)]
+    command = [a.ds4, "--model", a.model, "--ctx", str(max(a.lengths) * 9 // 8 + 512), *argv[cut + 1:]]
     rows = table(command, style, a.lengths, a.facts, a.stories, a.seed)
     if a.csv:
         with open(a.csv, "w") as f:

@@ -9978,7 +9978,8 @@ struct Options {
   std::optional<std::string> prompt, prompt_file, prompt_tokens, messages, system, tools;
   bool raw = false, no_bos = false, no_special = false;
   Think think = Think::on;
-  std::string effort, profile;                 // "" : not given
+  Effort effort = Effort::kNone;
+  std::optional<EffortProfile> profile;        // default: detected
   bool keep_thinking = false, hide_think = false;
   GenerateOptions generate;
   std::optional<uint64_t> seed;
@@ -10023,9 +10024,18 @@ struct Option {
   const char* names;                           // "-m, --model"
   const char* arg;                             // "" : a flag; in [] when it may be left out
   const char* help;                            // starts a group of --help when it begins with '#'
-  bool in_chat;                                // /set may change it
-  void (*apply)(Options&, const OptionValue&);
+  void (*apply)(Options&, const OptionValue&) = nullptr;
+  bool in_chat = false;                        // /set may change it
 };
+
+// What an option does: o are the options, g and s those of generating and sampling, v is the value.
+#define DS4_SET(...)                                \
+  [](Options& o, const OptionValue& v) {            \
+    [[maybe_unused]] auto& g = o.generate;          \
+    [[maybe_unused]] auto& s = g.sampler;           \
+    (void)v;                                        \
+    __VA_ARGS__;                                    \
+  }
 
 static void set_command(Options& o, Command command, const OptionValue& v) {
   if (o.command != Command::chat && o.command != command)
@@ -10035,138 +10045,99 @@ static void set_command(Options& o, Command command, const OptionValue& v) {
 }
 
 static const Option kOptions[] = {
-  {"", "", "#Model and machine", false, nullptr},
-  {"-m, --model", "FILE", "GGUF file, or any shard of a split one (default: $DS4_MODEL, else ds4flash.gguf)", false,
-   [](Options& o, const OptionValue& v) { o.model = v.text; }},
-  {"--demo", "", "the small model that comes with the source (tests/data/nano.gguf), --nothink, --temp 0", false,
-   [](Options& o, const OptionValue& v) { o.demo = v.on; }},
-  {"-c, --ctx", "N", "context in tokens (default: 32768, at most the model's)", false,
-   [](Options& o, const OptionValue& v) { o.run.ctx = uint32_t(v.uint(1, 1u << 30)); }},
-  {"-t, --threads", "N", "worker threads (default: the physical cores this process may use)", false,
-   [](Options& o, const OptionValue& v) { o.run.threads = int(v.uint(1, 1024)); }},
-  {"--isa", "NAME", "force a kernel set: scalar, avx2, avx512, neon", false,
-   [](Options& o, const OptionValue& v) { o.isa = v.text; v.choice("scalar|avx2|avx512|neon"); }},
-  {"--prefill-chunk", "N", "prompt tokens per step, 512 by default; never changes results", false,
-   [](Options& o, const OptionValue& v) { o.run.prefill_chunk = uint32_t(v.uint(1, 65536)); }},
-  {"--no-mmap", "", "read the file into memory instead of mapping it", false,
-   [](Options& o, const OptionValue& v) { o.gguf.no_mmap = v.on; }},
-  {"--mlock", "", "keep all weights in memory", false, [](Options& o, const OptionValue& v) { o.gguf.mlock = v.on; }},
-  {"--mlock-dense", "", "keep all weights but the experts in memory", false,
-   [](Options& o, const OptionValue& v) { o.mlock_dense = v.on; }},
-  {"--warm-weights", "", "read all weights first, into large pages", false,
-   [](Options& o, const OptionValue& v) { o.gguf.warm = v.on; }},
-  {"--exact", "", "float activations with every weight type: slow, for checking quantised kernels", false,
-   [](Options& o, const OptionValue& v) { o.run.exact = v.on; }},
-  {"--plain-kv", "", "keep cached rows as float32, not rounded the official way", false,
-   [](Options& o, const OptionValue& v) { o.run.plain_kv = v.on; }},
+  {"", "", "#Model and machine"},
+  {"-m, --model", "FILE", "GGUF file, or any shard of a split one (default: $DS4_MODEL, else ds4flash.gguf)",
+   DS4_SET(o.model = v.text)},
+  {"--demo", "", "the small model that comes with the source (tests/data/nano.gguf), --nothink, --temp 0", DS4_SET(o.demo = v.on)},
+  {"-c, --ctx", "N", "context in tokens (default: 32768, at most the model's)", DS4_SET(o.run.ctx = uint32_t(v.uint(1, 1u << 30)))},
+  {"-t, --threads", "N", "worker threads (default: the physical cores this process may use)",
+   DS4_SET(o.run.threads = int(v.uint(1, 1024)))},
+  {"--isa", "NAME", "force a kernel set: scalar, avx2, avx512, neon", DS4_SET(o.isa = v.text; v.choice("scalar|avx2|avx512|neon"))},
+  {"--prefill-chunk", "N", "prompt tokens per step, 512 by default; never changes results",
+   DS4_SET(o.run.prefill_chunk = uint32_t(v.uint(1, 65536)))},
+  {"--no-mmap", "", "read the file into memory instead of mapping it", DS4_SET(o.gguf.no_mmap = v.on)},
+  {"--mlock", "", "keep all weights in memory", DS4_SET(o.gguf.mlock = v.on)},
+  {"--mlock-dense", "", "keep all weights but the experts in memory", DS4_SET(o.mlock_dense = v.on)},
+  {"--warm-weights", "", "read all weights first, into large pages", DS4_SET(o.gguf.warm = v.on)},
+  {"--exact", "", "float activations with every weight type: slow, for checking quantised kernels", DS4_SET(o.run.exact = v.on)},
+  {"--plain-kv", "", "keep cached rows as float32, not rounded the official way", DS4_SET(o.run.plain_kv = v.on)},
 
-  {"", "", "#Prompt", false, nullptr},
-  {"-p, --prompt", "TEXT", "the user message; without it the chat starts, or a piped stdin is read", false,
-   [](Options& o, const OptionValue& v) { o.prompt = v.text; }},
-  {"-f, --prompt-file", "FILE", "the message from a file ('-': stdin), after TEXT and a blank line if -p is there too", false,
-   [](Options& o, const OptionValue& v) { o.prompt_file = v.text; }},
-  {"--prompt-tokens", "FILE", "token ids (JSON array or white space), used as they are", false,
-   [](Options& o, const OptionValue& v) { o.prompt_tokens = v.text; }},
-  {"--messages", "FILE", "the conversation so far: a JSON array of messages", false,
-   [](Options& o, const OptionValue& v) { o.messages = v.text; }},
-  {"--raw", "", "no chat template: special tokens recognised, BOS put before unless it is there", false,
-   [](Options& o, const OptionValue& v) { o.raw = v.on; }},
-  {"--no-bos", "", "with --raw: no BOS", false, [](Options& o, const OptionValue& v) { o.no_bos = v.on; }},
-  {"--no-special", "", "with --raw: the text of special tokens is ordinary text", false,
-   [](Options& o, const OptionValue& v) { o.no_special = v.on; }},
-  {"-sys, --system", "TEXT", "system prompt", false, [](Options& o, const OptionValue& v) { o.system = v.text; }},
-  {"-sysf, --system-file", "FILE", "system prompt from a file", false,
-   [](Options& o, const OptionValue& v) { o.system = read_file(v.text); }},
-  {"--tools", "FILE", "JSON array of function tools the model may call", false,
-   [](Options& o, const OptionValue& v) { o.tools = v.text; }},
-  {"--think", "", "reason first (default)", false, [](Options& o, const OptionValue&) { o.think = Think::on; }},
-  {"--nothink", "", "answer at once", false, [](Options& o, const OptionValue&) { o.think = Think::off; }},
-  {"--think-max", "", "reason with the greatest effort; needs --ctx 393216 or more", false,
-   [](Options& o, const OptionValue&) { o.think = Think::max; }},
-  {"--effort", "LEVEL", "reasoning effort: low, high, max", true,
-   [](Options& o, const OptionValue& v) { v.choice("low|high|max"); o.effort = v.text; }},
-  {"--effort-profile", "NAME", "which effort texts the model knows: preview, 0731 (default: detected)", true,
-   [](Options& o, const OptionValue& v) { v.choice("preview|0731"); o.profile = v.text; }},
-  {"--keep-thinking", "", "earlier reasoning stays in the rendered conversation (the chat keeps it by default)", true,
-   [](Options& o, const OptionValue& v) { o.keep_thinking = v.on; }},
-  {"--hide-think", "", "reasoning is generated but not shown", true,
-   [](Options& o, const OptionValue& v) { o.hide_think = v.on; }},
+  {"", "", "#Prompt"},
+  {"-p, --prompt", "TEXT", "the user message; without it the chat starts, or a piped stdin is read", DS4_SET(o.prompt = v.text)},
+  {"-f, --prompt-file", "FILE", "the message from a file ('-': stdin), after TEXT and a blank line if -p is there too",
+   DS4_SET(o.prompt_file = v.text)},
+  {"--prompt-tokens", "FILE", "token ids (JSON array or white space), used as they are", DS4_SET(o.prompt_tokens = v.text)},
+  {"--messages", "FILE", "the conversation so far: a JSON array of messages", DS4_SET(o.messages = v.text)},
+  {"--raw", "", "no chat template: special tokens recognised, BOS put before unless it is there", DS4_SET(o.raw = v.on)},
+  {"--no-bos", "", "with --raw: no BOS", DS4_SET(o.no_bos = v.on)},
+  {"--no-special", "", "with --raw: the text of special tokens is ordinary text", DS4_SET(o.no_special = v.on)},
+  {"-sys, --system", "TEXT", "system prompt", DS4_SET(o.system = v.text)},
+  {"-sysf, --system-file", "FILE", "system prompt from a file", DS4_SET(o.system = read_file(v.text))},
+  {"--tools", "FILE", "JSON array of function tools the model may call", DS4_SET(o.tools = v.text)},
+  {"--think", "", "reason first (default)", DS4_SET(o.think = Think::on)},
+  {"--nothink", "", "answer at once", DS4_SET(o.think = Think::off)},
+  {"--think-max", "", "reason with the greatest effort; needs --ctx 393216 or more", DS4_SET(o.think = Think::max)},
+  {"--effort", "LEVEL", "reasoning effort: low, high, max", DS4_SET(o.effort = Effort(1 + v.choice("low|high|max"))), true},
+  {"--effort-profile", "NAME", "which effort texts the model knows: preview, 0731 (default: detected)",
+   DS4_SET(o.profile = EffortProfile(v.choice("preview|0731"))), true},
+  {"--keep-thinking", "", "earlier reasoning stays in the rendered conversation (the chat keeps it by default)",
+   DS4_SET(o.keep_thinking = v.on), true},
+  {"--hide-think", "", "reasoning is generated but not shown", DS4_SET(o.hide_think = v.on), true},
 
-  {"", "", "#Answer", false, nullptr},
-  {"-n, --tokens", "N", "most tokens to generate (default: to the end of the turn)", true,
-   [](Options& o, const OptionValue& v) { o.generate.max_tokens = v.text == "unlimited" ? INT64_MAX : int64_t(v.uint(1, INT32_MAX)); }},
-  {"--temp", "F", "temperature, 1 by default; 0 is greedy", true,
-   [](Options& o, const OptionValue& v) { o.generate.sampler.temp = v.number(0, 1e6); }},
-  {"--top-k", "N", "keep the N most probable tokens (0: off)", true,
-   [](Options& o, const OptionValue& v) { o.generate.sampler.top_k = int32_t(v.uint(0, INT32_MAX)); }},
-  {"--top-p", "F", "keep the most probable tokens whose mass reaches F (1: off)", true,
-   [](Options& o, const OptionValue& v) { o.generate.sampler.top_p = v.number(0, 1); }},
-  {"--min-p", "F", "keep tokens at least F times as probable as the best, 0.05 by default", true,
-   [](Options& o, const OptionValue& v) { o.generate.sampler.min_p = v.number(0, 1); }},
-  {"--repeat-penalty", "F", "divides the logits of recent tokens (1: off)", true,
-   [](Options& o, const OptionValue& v) { o.generate.sampler.repeat_penalty = float(v.number(1e-6, 1e6)); }},
-  {"--repeat-last-n", "N", "how many tokens count as recent, 64 by default (0: off, -1: all)", true,
-   [](Options& o, const OptionValue& v) {
-     if (v.text.size() > 1 && v.text[0] == '-' && v.text != "-1") fail_usage("%s: '%s' is not -1, 0 or a number of tokens", v.name.c_str(), v.text.c_str());
-     o.generate.sampler.repeat_last_n = v.text == "-1" ? -1 : int32_t(v.uint(0, INT32_MAX));
-   }},
-  {"--presence-penalty", "F", "subtracted from logits of recent tokens (0: off)", true,
-   [](Options& o, const OptionValue& v) { o.generate.sampler.presence = float(v.number(-1e6, 1e6)); }},
-  {"--frequency-penalty", "F", "subtracted once per occurrence (0: off)", true,
-   [](Options& o, const OptionValue& v) { o.generate.sampler.frequency = float(v.number(-1e6, 1e6)); }},
-  {"--samplers", "LIST", "stages in order (default: penalties,temp,top-k,top-p,min-p)", true,
-   [](Options& o, const OptionValue& v) { o.generate.sampler.order = parse_samplers(v.text); }},
-  {"--seed", "N", "seed of the random numbers (default: drawn and printed)", true,
-   [](Options& o, const OptionValue& v) { o.seed = v.uint(0, UINT64_MAX); }},
-  {"--stop", "TEXT", "end the answer before this text; may be given several times", true,
-   [](Options& o, const OptionValue& v) {
-     if (v.text.empty()) fail_usage("%s: empty text", v.name.c_str());
-     o.generate.stop.push_back(v.text);
-   }},
-  {"--ignore-eos", "", "go on after the end of the turn (for benchmarks)", true,
-   [](Options& o, const OptionValue& v) { o.generate.ignore_eos = v.on; }},
-  {"--loop-stop", "N", "end when the last 8 or more tokens stand N times in a row (0: off)", true,
-   [](Options& o, const OptionValue& v) { o.generate.loop_stop = int(v.uint(0, 1000)); }},
+  {"", "", "#Answer"},
+  {"-n, --tokens", "N", "most tokens to generate (default: to the end of the turn)",
+   DS4_SET(g.max_tokens = v.text == "unlimited" ? INT64_MAX : int64_t(v.uint(1, INT32_MAX))), true},
+  {"--temp", "F", "temperature, 1 by default; 0 is greedy", DS4_SET(s.temp = v.number(0, 1e6)), true},
+  {"--top-k", "N", "keep the N most probable tokens (0: off)", DS4_SET(s.top_k = int32_t(v.uint(0, INT32_MAX))), true},
+  {"--top-p", "F", "keep the most probable tokens whose mass reaches F (1: off)", DS4_SET(s.top_p = v.number(0, 1)), true},
+  {"--min-p", "F", "keep tokens at least F times as probable as the best, 0.05 by default",
+   DS4_SET(s.min_p = v.number(0, 1)), true},
+  {"--repeat-penalty", "F", "divides the logits of recent tokens (1: off)",
+   DS4_SET(s.repeat_penalty = float(v.number(1e-6, 1e6))), true},
+  {"--repeat-last-n", "N", "how many tokens count as recent, 64 by default (0: off, -1: all)",
+   DS4_SET(s.repeat_last_n = v.text == "-1" ? -1 : int32_t(v.uint(0, INT32_MAX))), true},
+  {"--presence-penalty", "F", "subtracted from logits of recent tokens (0: off)",
+   DS4_SET(s.presence = float(v.number(-1e6, 1e6))), true},
+  {"--frequency-penalty", "F", "subtracted once per occurrence (0: off)", DS4_SET(s.frequency = float(v.number(-1e6, 1e6))), true},
+  {"--samplers", "LIST", "stages in order (default: penalties,temp,top-k,top-p,min-p)",
+   DS4_SET(s.order = parse_samplers(v.text)), true},
+  {"--seed", "N", "seed of the random numbers (default: drawn and printed)", DS4_SET(o.seed = v.uint(0, UINT64_MAX)), true},
+  {"--stop", "TEXT", "end the answer before this text; may be given several times",
+   DS4_SET(if (v.text.empty()) fail_usage("%s: empty text", v.name.c_str()); g.stop.push_back(v.text)), true},
+  {"--ignore-eos", "", "go on after the end of the turn (for benchmarks)", DS4_SET(g.ignore_eos = v.on), true},
+  {"--loop-stop", "N", "end when the last 8 or more tokens stand N times in a row (0: off)",
+   DS4_SET(g.loop_stop = int(v.uint(0, 1000))), true},
 
-  {"", "", "#Output", false, nullptr},
-  {"--json", "", "one JSON object per answer on stdout", false, [](Options& o, const OptionValue& v) { o.json = v.on; }},
-  {"--logprobs", "N", "the N best log-probabilities per token, with --json or --dump-logprobs", false,
-   [](Options& o, const OptionValue& v) { o.generate.n_logprobs = int(v.uint(0, 1000)); }},
-  {"--stats", "", "one line of statistics per answer on stderr (default: if that is a terminal)", true,
-   [](Options& o, const OptionValue& v) { o.stats = v.on; }},
-  {"--no-stats", "", "none", false, [](Options& o, const OptionValue&) { o.stats = false; }},
-  {"--color", "WHEN", "auto, always, never; NO_COLOR and TERM=dumb are honoured", false,
-   [](Options& o, const OptionValue& v) { o.color = ColorMode(v.choice("auto|always|never")); }},
-  {"-q, --quiet", "", "no notes, warnings, progress or statistics on stderr", false, [](Options&, const OptionValue& v) { g_quiet = v.on; }},
-  {"-v, --verbose", "", "details of loading, time per section, token tables", false, [](Options& o, const OptionValue& v) { o.verbose = v.on; }},
+  {"", "", "#Output"},
+  {"--json", "", "one JSON object per answer on stdout", DS4_SET(o.json = v.on)},
+  {"--logprobs", "N", "the N best log-probabilities per token, with --json or --dump-logprobs",
+   DS4_SET(g.n_logprobs = int(v.uint(0, 1000)))},
+  {"--stats", "", "one line of statistics per answer on stderr (default: if that is a terminal)", DS4_SET(o.stats = v.on), true},
+  {"--no-stats", "", "none", DS4_SET(o.stats = false)},
+  {"--color", "WHEN", "auto, always, never; NO_COLOR and TERM=dumb are honoured",
+   DS4_SET(o.color = ColorMode(v.choice("auto|always|never")))},
+  {"-q, --quiet", "", "no notes, warnings, progress or statistics on stderr", DS4_SET(g_quiet = v.on)},
+  {"-v, --verbose", "", "details of loading, time per section, token tables", DS4_SET(o.verbose = v.on)},
 
-  {"", "", "#Other commands", false, nullptr},
-  {"--script", "FILE", "run prompts with expectations (JSON lines), greedy by default; exit code 3 if one fails", false,
-   [](Options& o, const OptionValue& v) { set_command(o, Command::script, v); }},
-  {"--update", "", "with --script: write what was observed into the file", false,
-   [](Options& o, const OptionValue& v) { o.update = v.on; }},
-  {"--inspect", "", "describe the model: shape, tokenizer, types, memory; with --json as an object", false,
-   [](Options& o, const OptionValue& v) { set_command(o, Command::inspect, v); }},
-  {"--check", "", "search all tensors for values that are not finite", false,
-   [](Options& o, const OptionValue& v) { set_command(o, Command::check, v); }},
-  {"--dump-tokens", "", "the prompt's token ids as JSON", false,
-   [](Options& o, const OptionValue& v) { set_command(o, Command::dump_tokens, v); }},
-  {"--dump-logits", "FILE", "float32 logits of every prompt position", false,
-   [](Options& o, const OptionValue& v) { set_command(o, Command::dump_logits, v); }},
-  {"--dump-logprobs", "FILE", "log-probabilities of every generated token as JSON", false,
-   [](Options& o, const OptionValue& v) { set_command(o, Command::dump_logprobs, v); }},
-  {"--dump-taps", "DIR", "intermediate tensors of the prompt, one file each", false,
-   [](Options& o, const OptionValue& v) { set_command(o, Command::dump_taps, v); }},
-  {"--perplexity-file", "FILE", "perplexity of a text in windows of --ctx tokens", false,
-   [](Options& o, const OptionValue& v) { set_command(o, Command::perplexity, v); }},
-  {"--bench", "[WHAT]", "measure memory (with -m also its weights), kernels, model (default), sampler, tokenizer or profile", false,
-   [](Options& o, const OptionValue& v) {
-     set_command(o, Command::bench, v);
-     if (!v.text.empty()) v.choice("memory|kernels|model|sampler|tokenizer|profile");
-   }},
-  {"-h, --help", "", "this text", false, [](Options& o, const OptionValue&) { o.command = Command::help; }},
-  {"--version", "", "version and kernel sets", false, [](Options& o, const OptionValue&) { o.command = Command::version; }},
+  {"", "", "#Other commands"},
+  {"--script", "FILE", "run prompts with expectations (JSON lines), greedy by default; exit code 3 if one fails",
+   DS4_SET(set_command(o, Command::script, v))},
+  {"--update", "", "with --script: write what was observed into the file", DS4_SET(o.update = v.on)},
+  {"--inspect", "", "describe the model: shape, tokenizer, types, memory; with --json as an object",
+   DS4_SET(set_command(o, Command::inspect, v))},
+  {"--check", "", "search all tensors for values that are not finite", DS4_SET(set_command(o, Command::check, v))},
+  {"--dump-tokens", "", "the prompt's token ids as JSON", DS4_SET(set_command(o, Command::dump_tokens, v))},
+  {"--dump-logits", "FILE", "float32 logits of every prompt position", DS4_SET(set_command(o, Command::dump_logits, v))},
+  {"--dump-logprobs", "FILE", "log-probabilities of every generated token as JSON",
+   DS4_SET(set_command(o, Command::dump_logprobs, v))},
+  {"--dump-taps", "DIR", "intermediate tensors of the prompt, one file each", DS4_SET(set_command(o, Command::dump_taps, v))},
+  {"--perplexity-file", "FILE", "perplexity of a text in windows of --ctx tokens", DS4_SET(set_command(o, Command::perplexity, v))},
+  {"--bench", "[WHAT]", "measure memory (with -m also its weights), kernels, model (default), sampler, tokenizer or profile",
+   DS4_SET(set_command(o, Command::bench, v); if (!v.text.empty()) v.choice("memory|kernels|model|sampler|tokenizer|profile"))},
+  {"-h, --help", "", "this text", DS4_SET(o.command = Command::help)},
+  {"--version", "", "version and kernel sets", DS4_SET(o.command = Command::version)},
 };
+#undef DS4_SET
 constexpr size_t kOptionCount = sizeof kOptions / sizeof kOptions[0];
 
 // The place of an option by one of its names ("-m", "--model"); SIZE_MAX if there is none.
@@ -10389,14 +10360,10 @@ static ChatOptions chat_options(Runtime& rt, Think think, bool keep_thinking) {
   ChatOptions c;
   c.thinking = think != Think::off;
   c.drop_thinking = !keep_thinking;
-  c.profile = o.profile == "0731"      ? EffortProfile::k0731
-              : o.profile == "preview" ? EffortProfile::kPreview
-                                       : detect_effort_profile(rt.file().find_string("tokenizer.chat_template").value_or(""),
-                                                               rt.file().find_string("general.name").value_or(""));
-  c.effort = o.effort == "low"    ? Effort::kLow
-             : o.effort == "high" ? Effort::kHigh
-             : o.effort == "max"  ? Effort::kMax
-                                  : Effort::kNone;
+  c.profile = o.profile ? *o.profile
+                        : detect_effort_profile(rt.file().find_string("tokenizer.chat_template").value_or(""),
+                                                rt.file().find_string("general.name").value_or(""));
+  c.effort = o.effort;
   if (think == Think::max) {
     if (o.command == Command::dump_tokens || rt.run_options().ctx >= kThinkMaxContext) c.effort = Effort::kMax;
     else rt.warn_once("--think-max needs a context of 393216 tokens and has less: plain thinking");
@@ -11200,10 +11167,10 @@ class Chat {
          Runtime::size_text(plan.cache).c_str(), Runtime::size_text(plan.scratch).c_str());
     tell("  machine  %s, %s", counted(uint64_t(engine.options().threads), "thread").c_str(), engine.options().kernels->name);
     tell("  context  %zu of %s, %s", state_.ids.size(), counted(engine.ctx(), "token").c_str(), counted(state_.messages.size(), "message").c_str());
-    const char* const kThinkNames[] = {"nothink", "think", "think-max"};
+    const char *const kThinkNames[] = {"nothink", "think", "think-max"}, *const kEffortNames[] = {"unset", "low", "high", "max"};
     const auto on_off = [](bool on) { return on ? "on" : "off"; };
     tell("  mode     %s, effort %s, keep-thinking %s, hide-think %s", kThinkNames[int(o_.think)],
-         o_.effort.empty() ? "unset" : o_.effort.c_str(), on_off(keep_thinking_), on_off(o_.hide_think));
+         kEffortNames[int(o_.effort)], on_off(keep_thinking_), on_off(o_.hide_think));
     std::string order;
     for (size_t i = 0; i < s.order.n; i++) order += std::string(i ? "," : "") + kStageNames[size_t(s.order.at[i])];
     tell("  sampling temp %g, top-k %d, top-p %g, min-p %g, seed %llu, samplers %s", s.temp, s.top_k, s.top_p, s.min_p,

@@ -11012,36 +11012,34 @@ class Chat {
     std::string arg = line.substr(std::min(line.find_first_not_of(' ', space), line.size()));
     arg.resize(arg.find_last_not_of(' ') + 1);
     struct Entry {
-      const char* name;
-      int arguments;                           // 0 none, 1 one, 2 may have one
-      const char* usage;
+      const char *name, *arg, *help;           // as in the option table
       void (Chat::*run)(const std::string&);
     };
     static const Entry kCommands[] = {
-      {"help", 0, "/help                this list", nullptr},
-      {"clear", 0, "/clear               start anew; system prompt, tools and settings stay", &Chat::clear},
-      {"regen", 0, "/regen               another answer to the last message", &Chat::regenerate},
-      {"read", 1, "/read FILE           send the text of a file", &Chat::read},
-      {"ctx", 1, "/ctx N               another context size", &Chat::resize},
-      {"system", 2, "/system [TEXT]       another system prompt, or none", &Chat::system},
-      {"tools", 2, "/tools [FILE]        tools the model may call (JSON array), or none", &Chat::tools},
-      {"tool", 1, "/tool ID             give the result of a tool call", &Chat::tool},
-      {"think", 0, "/think               reason before answering", &Chat::think},
-      {"think-max", 0, "/think-max           reason with the greatest effort", &Chat::think_max},
-      {"nothink", 0, "/nothink             answer at once", &Chat::no_think},
-      {"set", 2, "/set [NAME VALUE]    change a setting (temp, top-k, min-p, tokens, seed, ...)", &Chat::set},
-      {"show", 0, "/show                settings, memory, context", &Chat::show},
-      {"stats", 0, "/stats               statistics of the last answer", &Chat::stats},
-      {"quit", 0, "/quit                leave (also /exit, /bye, Ctrl-D)", nullptr},
+      {"help", "", "this list", nullptr},
+      {"clear", "", "start anew; system prompt, tools and settings stay", &Chat::clear},
+      {"regen", "", "another answer to the last message", &Chat::regenerate},
+      {"read", "FILE", "send the text of a file", &Chat::read},
+      {"ctx", "N", "another context size", &Chat::resize},
+      {"system", "[TEXT]", "another system prompt, or none", &Chat::system},
+      {"tools", "[FILE]", "tools the model may call (JSON array), or none", &Chat::tools},
+      {"tool", "ID", "give the result of a tool call", &Chat::tool},
+      {"think", "", "reason before answering", &Chat::think},
+      {"think-max", "", "reason with the greatest effort", &Chat::think_max},
+      {"nothink", "", "answer at once", &Chat::no_think},
+      {"set", "[NAME VALUE]", "change a setting (temp, top-k, min-p, tokens, seed, ...)", &Chat::set},
+      {"show", "", "settings, memory, context", &Chat::show},
+      {"stats", "", "statistics of the last answer", &Chat::stats},
+      {"quit", "", "leave (also /exit, /bye, Ctrl-D)", nullptr},
     };
     if (name == "exit" || name == "bye") name = "quit";
     for (const Entry& e : kCommands) {
       if (name != e.name) continue;
-      if (e.arguments == 0 && !arg.empty()) fail("/%s takes no argument", e.name);
-      if (e.arguments == 1 && arg.empty()) fail("usage: %s", e.usage);
+      if (!e.arg[0] && !arg.empty()) fail("/%s takes no argument", e.name);
+      if (e.arg[0] && e.arg[0] != '[' && arg.empty()) fail("usage: /%s %s", e.name, e.arg);
       if (e.run) return (this->*e.run)(arg), true;
       if (name == "quit") return false;
-      for (const Entry& other : kCommands) tell("  %s", other.usage);
+      for (const Entry& c : kCommands) tell("  /%-19s %s", (c.name + std::string(" ") + c.arg).c_str(), c.help);
       tell("  \"\"\" opens and closes a block, \\ at the end continues a line, Ctrl-J makes a new one; //text sends /text");
       return true;
     }

@@ -10438,7 +10438,6 @@ static Request one_shot_request(Runtime& rt) {
     r.ids = parse_ids(read_file(*o.prompt_tokens), *o.prompt_tokens, rt.vocab().size());
     r.parse = false;
   } else if (o.raw) {
-    if (!text) fail_usage("--raw: no text; give it with -p or -f");
     if (o.no_special) rt.tokenizer().encode_plain(*text, r.ids);
     else rt.tokenizer().encode_raw(*text, r.ids);
     const int32_t bos = rt.vocab().bos;
@@ -10556,24 +10555,20 @@ static Json answer_json(Runtime& rt, const Answer& a, const GenerateOptions& g, 
   if (g.thinking) j.set("reasoning", a.reply.reasoning);
   if (!a.reply.calls.empty()) j.set("tool_calls", tool_calls_json(a.reply.calls));
   j.set("finish", finish_name(a.finish)).set("prompt_tokens", a.prompt_tokens).set("cached_tokens", a.cached_tokens);
-  j.set("completion_tokens", a.tokens.size())
-      .set("prompt_ms", fixed(1e3 * a.prompt_seconds, 3))
-      .set("completion_ms", fixed(1e3 * a.seconds, 3));
+  j.set("completion_tokens", a.tokens.size());
+  j.set("prompt_ms", fixed(1e3 * a.prompt_seconds, 3)).set("completion_ms", fixed(1e3 * a.seconds, 3));
   j.set("seed", seed).set("hash", hash_text(a.hash));
   if (g.n_logprobs >= 0) j.set("logprobs", logprobs_json(rt.vocab(), a.logprobs));
   return j;
 }
 
 static uint64_t random_seed() {
-  uint64_t seed = 0;
-  const int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
-  const bool good = fd >= 0 && read(fd, &seed, sizeof seed) == ssize_t(sizeof seed);
-  if (fd >= 0) close(fd);
-  if (!good) seed = uint64_t(now_seconds() * 1e9) ^ uint64_t(getpid()) << 32;
-  return seed >> 32;                           // short enough to be typed again
+  uint32_t seed = 0;                           // short enough to be typed again
+  if (getentropy(&seed, sizeof seed) != 0) seed = uint32_t(uint64_t(now_seconds() * 1e9)) ^ uint32_t(getpid()) << 16;
+  return seed;
 }
 
-// Runs a request and shows its answer; `seed` is printed when it was drawn.
+// Runs a request and shows its answer.
 static Answer run_request(Runtime& rt, const Request& r, Rng& rng, AnswerPrinter& printer) {
   Progress progress;
   const auto show = [&](std::string_view piece, bool reasoning) {

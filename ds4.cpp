@@ -3096,7 +3096,7 @@ static void swiglu(float* gate, const float* up, float clamp, float weight, size
   for (size_t i = 0; i < n; i += 16) {
     const size_t m = std::min<size_t>(16, n - i);
     f32x16 u = m == 16 ? load(gate + i) : load_partial(gate + i, m), v = m == 16 ? load(up + i) : load_partial(up + i, m);
-    if (clamped) { u = min(u, hi); v = max(min(v, hi), lo); }
+    if (clamped) { u = min(hi, u); v = max(lo, min(hi, v)); }       // NaN stays
     const f32x16 h = mul(mul(mul(u, v), w), div(one, add(one, exp(neg(u)))));
     if (m == 16) store(gate + i, h); else store_partial(gate + i, m, h);
   }
@@ -3140,7 +3140,7 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
     const f32x16 inv = set1(1.0f / s), scale = set1(s);
     for (size_t i = b; i < end; i += 16) {
       const size_t m = std::min<size_t>(16, end - i);
-      const f32x16 v = mul(load_partial(x + i, m), inv), a = min(abs(v), top);
+      const f32x16 v = mul(load_partial(x + i, m), inv), a = min(top, abs(v));
       const f32x16 c = mul(max(and_bits(a, 0x7f800000u), floor_binade), magic);
       float y[16];
       store(y, mul(copysign(sub(add(a, c), c), v), scale));
@@ -3333,7 +3333,7 @@ static void index_query(const float* q, size_t n_head, size_t dim, bool plain, f
       store(s, amax);
       for (int l = 0; l < 16; l++) { s[l] = fp4_scale(s[l]); inv[l] = 1.0f / s[l]; }
       for (size_t k = b; k < end; k++) {
-        const f32x16 x = mul(load(y + k * width), load(inv)), a = min(abs(x), top);
+        const f32x16 x = mul(load(y + k * width), load(inv)), a = min(top, abs(x));
         const f32x16 c = mul(max(and_bits(a, 0x7f800000u), one), magic);
         store(y + k * width, mul(copysign(sub(add(a, c), c), x), load(s)));
       }

@@ -329,6 +329,38 @@ TEST_P(KernelsTest, RouterScoresAsDefined) {
   }
 }
 
+// A clamp must not make a number of what is not one: the model's error would go on as a plausible value.
+TEST_P(KernelsTest, NanStaysNan) {
+  const Kernels& k = *GetParam();
+  constexpr size_t kDim = 128, kRot = 32, kAt = 37;
+  for (const float nan : {NAN, -NAN}) {
+    std::vector<float> x = random_tokens(1, kDim, 1)[0];
+    const std::vector<float> plain = x;
+    x[kAt] = nan;
+
+    std::vector<uint16_t> with(kDim), without(kDim);
+    k.store_kv_row(x.data(), kDim, kRot, false, with.data());
+    k.store_kv_row(plain.data(), kDim, kRot, false, without.data());
+    for (size_t i = 0; i < kDim; i++) EXPECT_TRUE(i == kAt ? std::isnan(f16_to_f32(with[i])) : with[i] == without[i]) << i;
+
+    k.store_index_row(x.data(), kDim, false, with.data());           // the transform spreads it
+    for (size_t i = 0; i < kDim; i++) EXPECT_TRUE(std::isnan(f16_to_f32(with[i]))) << i;
+
+    std::vector<float> qt(kDim * 16);
+    k.index_query(x.data(), 1, kDim, false, qt.data());
+    for (size_t i = 0; i < qt.size(); i++) EXPECT_EQ(std::isnan(qt[i]), i % 16 == 0) << i;
+
+    for (float clamp : {0.0f, 7.0f}) {
+      std::vector<float> gate = x, up = plain;
+      k.swiglu(gate.data(), up.data(), clamp, 1.0f, kDim);
+      for (size_t i = 0; i < kDim; i++) EXPECT_EQ(std::isnan(gate[i]), i == kAt) << i;
+      gate = plain;
+      k.swiglu(gate.data(), x.data(), clamp, 1.0f, kDim);
+      for (size_t i = 0; i < kDim; i++) EXPECT_EQ(std::isnan(gate[i]), i == kAt) << i;
+    }
+  }
+}
+
 TEST_P(KernelsTest, ScoresIndexRowsAsScalar) {
   constexpr size_t kDim = 128, kRows = 13;
   for (bool plain : {false, true})

@@ -2803,12 +2803,18 @@ static void multiply_panel(const PanelBlock* panel, size_t cols, const ActLayout
   }
 }
 
+// n blocks that belong to the thread. Limit: where the memory is not there the program ends.
+static PanelBlock* panel_memory(size_t n) noexcept {
+  static thread_local AlignedBuffer<PanelBlock> panels;
+  if (panels.size() < n) panels.resize(n);
+  return panels.data();
+}
+
 // A stripe of rows becomes panels that stay in the L2 cache while all tokens pass over them. One token tile needs no stripe:
 // shorter turns of reading and computing keep the memory busy.
 template <Kind kind, bool kSigned>
 static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
   const size_t stripe = n > kTileTokens ? 4 : 1;                   // panels
-  static thread_local AlignedBuffer<PanelBlock> panels;
   const RowReader reader(w.type, w.cols);
   const ActLayout at(w.type, x[0], w.cols);
   auto build = build_panel<kind>;
@@ -2817,17 +2823,17 @@ static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* cons
   if (w.type == Type::Q2_K) build = build_panel_lanes<BlockQ2_K>;
 #endif
   const size_t step = size_t(align_up(w.cols, 512)) / 32;
-  if (panels.size() < stripe * step) panels.resize(stripe * step);
+  PanelBlock* panels = panel_memory(stripe * step);
   for (size_t r = r0; r < r1; r += stripe * kTileRows) {
     const size_t n_panels = std::min<size_t>(stripe, ceil_div(r1 - r, kTileRows));
-    for (size_t k = 0; k < n_panels; k++) build(w, r + k * kTileRows, r1, reader, panels.data() + k * step);
+    for (size_t k = 0; k < n_panels; k++) build(w, r + k * kTileRows, r1, reader, panels + k * step);
     for (size_t t = 0; t < n; t += kTileTokens) {
       const uint8_t* rows[kTileTokens];
       const size_t nt = std::min(kTileTokens, n - t);
       for (size_t i = 0; i < nt; i++) rows[i] = tile_token(w.type, x[t + i], w.cols);
       for (size_t k = 0; k < n_panels; k++) {
         const size_t row = r + k * kTileRows;
-        multiply_panel<kind, kSigned>(panels.data() + k * step, w.cols, at, rows, nt, kSigned ? 0 : reader.format->offset, out + t, row, std::min(kTileRows, r1 - row));
+        multiply_panel<kind, kSigned>(panels + k * step, w.cols, at, rows, nt, kSigned ? 0 : reader.format->offset, out + t, row, std::min(kTileRows, r1 - row));
       }
     }
   }

@@ -896,31 +896,25 @@ DS4_INLINE void sum_lanes(const __m512i* z, __m512i* a, __m512i* b) {
 DS4_INLINE i32x16 block_order(__m512i a) {
   return {_mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0), a)};
 }
-DS4_INLINE void dot_bytes(const void* w, const int8_t* x, __m512i* a, __m512i* b) {
+template <int kStride> DS4_INLINE void dot_bytes(const void* w, const int8_t* x, __m512i* a, __m512i* b) {
+  const uint8_t* p = static_cast<const uint8_t*>(w);
   __m512i z[8];
   DS4_UNROLL
-  for (int i = 0; i < 8; i++) z[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), load512(static_cast<const int8_t*>(w) + 64 * i), load512(x + 64 * i));
+  for (int i = 0; i < 8; i++, p += 2 * kStride) {
+    const __m512i v = kStride == 32 ? load512(p) : _mm512_xor_si512(load8(p, p + kStride).v, _mm512_set1_epi8(-128));
+    z[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, load512(x + 64 * i));
+  }
   sum_lanes(z, a, b);
 }
 template <bool kSigned> DS4_INLINE void dot_halves(const void* w, const int8_t* x, i32x16* lo, i32x16* hi) {
   __m512i a, b;
-  dot_bytes(w, x, &a, &b);
+  dot_bytes<32>(w, x, &a, &b);
   *lo = block_order(_mm512_shuffle_i32x4(a, b, 0x88));
   *hi = block_order(_mm512_shuffle_i32x4(a, b, 0xdd));
 }
-template <bool kSigned> DS4_INLINE i32x16 dot_blocks(const void* w, const int8_t* x) {
+template <bool kSigned, int kStride = 32> DS4_INLINE i32x16 dot_blocks(const void* w, const int8_t* x) {
   __m512i a, b;
-  dot_bytes(w, x, &a, &b);
-  return block_order(_mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd)));
-}
-DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
-  __m512i z[8], a, b;
-  DS4_UNROLL
-  for (int i = 0; i < 8; i++) {
-    const __m512i v = _mm512_inserti64x4(_mm512_castsi256_si512(load256(w + 68 * i)), load256(w + 68 * i + 34), 1);
-    z[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_xor_si512(v, _mm512_set1_epi8(-128)), load512(x + 64 * i));
-  }
-  sum_lanes(z, &a, &b);
+  dot_bytes<kStride>(w, x, &a, &b);
   return block_order(_mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd)));
 }
 template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) { return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(load_le<int32_t>(x)))}; }
@@ -1123,33 +1117,21 @@ template <bool kSigned> DS4_INLINE __m256i dot4_half(__m256i w, __m256i x) {
   const __m256i p = kSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
   return _mm256_madd_epi16(p, _mm256_set1_epi16(1));
 }
-template <bool kSigned> DS4_INLINE void dot_strided(const uint8_t* w, size_t stride, const int8_t* x, i32x16* lo, i32x16* hi) {
+template <bool kSigned, int kStride = 32> DS4_INLINE void dot_halves(const void* w, const int8_t* x, i32x16* lo, i32x16* hi) {
+  const uint8_t* b = static_cast<const uint8_t*>(w);
   DS4_UNROLL
-  for (int i = 0; i < 2; i++, w += 8 * stride, x += 256) {
+  for (int i = 0; i < 2; i++, b += 8 * kStride, x += 256) {
     __m256i u[2];
     DS4_UNROLL
     for (int j = 0; j < 2; j++) {                                  // lane 0: first halves of four blocks, lane 1: second halves
       __m256i p[4];
       DS4_UNROLL
-      for (int k = 0; k < 4; k++) p[k] = dot4_half<kSigned>(load256(w + size_t(4 * j + k) * stride), load256(x + 32 * (4 * j + k)));
+      for (int k = 0; k < 4; k++) p[k] = dot4_half<kSigned>(load256(b + (4 * j + k) * kStride), load256(x + 32 * (4 * j + k)));
       u[j] = _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
     }
     lo->v[i] = _mm256_permute2x128_si256(u[0], u[1], 0x20);
     hi->v[i] = _mm256_permute2x128_si256(u[0], u[1], 0x31);
   }
-}
-template <bool kSigned> DS4_INLINE void dot_halves(const void* w, const int8_t* x, i32x16* lo, i32x16* hi) {
-  dot_strided<kSigned>(static_cast<const uint8_t*>(w), 32, x, lo, hi);
-}
-template <bool kSigned> DS4_INLINE i32x16 dot_blocks(const void* w, const int8_t* x) {
-  i32x16 lo, hi;
-  dot_halves<kSigned>(w, x, &lo, &hi);
-  return add(lo, hi);
-}
-DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
-  i32x16 lo, hi;
-  dot_strided<true>(w, 34, x, &lo, &hi);
-  return add(lo, hi);
 }
 template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
   const __m256i b = _mm256_set1_epi32(load_le<int32_t>(x));
@@ -1344,28 +1326,17 @@ DS4_INLINE int32x4_t dot4_quarter(int8x16_t a, int8x16_t b) {
   return vpaddq_s32(vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b))), vpaddlq_s16(vmull_high_s8(a, b)));
 #endif
 }
-DS4_INLINE void dot_strided(const uint8_t* w, size_t stride, const int8_t* x, i32x16* lo, i32x16* hi) {
-  for (int i = 0; i < 4; i++, w += 4 * stride, x += 128) {
+template <bool kSigned, int kStride = 32> DS4_INLINE void dot_halves(const void* w, const int8_t* x, i32x16* lo, i32x16* hi) {
+  const int8_t* p = static_cast<const int8_t*>(w);
+  for (int i = 0; i < 4; i++, x += 128) {
     int32x4_t l[4], h[4];
-    for (int k = 0; k < 4; k++) {
-      const int8_t* p = reinterpret_cast<const int8_t*>(w + size_t(k) * stride);
+    for (int k = 0; k < 4; k++, p += kStride) {
       l[k] = dot4_quarter(vld1q_s8(p), vld1q_s8(x + 32 * k));
       h[k] = dot4_quarter(vld1q_s8(p + 16), vld1q_s8(x + 32 * k + 16));
     }
     lo->v[i] = vpaddq_s32(vpaddq_s32(l[0], l[1]), vpaddq_s32(l[2], l[3]));
     hi->v[i] = vpaddq_s32(vpaddq_s32(h[0], h[1]), vpaddq_s32(h[2], h[3]));
   }
-}
-template <bool kSigned> DS4_INLINE void dot_halves(const void* w, const int8_t* x, i32x16* lo, i32x16* hi) { dot_strided(static_cast<const uint8_t*>(w), 32, x, lo, hi); }
-template <bool kSigned> DS4_INLINE i32x16 dot_blocks(const void* w, const int8_t* x) {
-  i32x16 lo, hi;
-  dot_strided(static_cast<const uint8_t*>(w), 32, x, &lo, &hi);
-  return add(lo, hi);
-}
-DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
-  i32x16 lo, hi;
-  dot_strided(w, 34, x, &lo, &hi);
-  return add(lo, hi);
 }
 template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
   const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(load_le<int32_t>(x)));
@@ -1479,26 +1450,14 @@ DS4_INLINE i8x64 digit3(i8x64 a, const void* power) { DS4_EACH(i8x64, uint8_t(ui
 // Sixteen weight bytes as dot_blocks takes them: unsigned where kBias is 128, else signed.
 DS4_INLINE f32x16 bytes_to_f32(const void* w) { DS4_EACH(f32x16, static_cast<const int8_t*>(w)[i]); }
 
-// Exact sums over 16 blocks of 32: w[512] . x[512]. kSigned: some byte may be negative (where kBias is 0).
-// dot_halves: over the first and the last 16 of each block.
-template <bool kSigned> DS4_INLINE void dot_halves(const void* w, const int8_t* x, i32x16* lo, i32x16* hi) {
+// Exact sums over the first and the last 16 of 16 blocks of 32 bytes, kStride apart, times x[512]. kSigned: some byte may be
+// negative (where kBias is 0).
+template <bool kSigned, int kStride = 32> DS4_INLINE void dot_halves(const void* w, const int8_t* x, i32x16* lo, i32x16* hi) {
   const int8_t* p = static_cast<const int8_t*>(w);
-  for (int b = 0; b < 16; b++) {
+  for (int b = 0; b < 16; b++, p += kStride, x += 32) {
     lo->v[b] = hi->v[b] = 0;
-    for (int i = 0; i < 16; i++) lo->v[b] += p[32 * b + i] * x[32 * b + i];
-    for (int i = 16; i < 32; i++) hi->v[b] += p[32 * b + i] * x[32 * b + i];
+    for (int i = 0; i < 16; i++) lo->v[b] += p[i] * x[i], hi->v[b] += p[16 + i] * x[16 + i];
   }
-}
-template <bool kSigned> DS4_INLINE i32x16 dot_blocks(const void* w, const int8_t* x) {
-  i32x16 lo, hi;
-  dot_halves<kSigned>(w, x, &lo, &hi);
-  return add(lo, hi);
-}
-// The same from sixteen Q8_0 blocks, w pointing at the first q: sums of (q + kBias) * x.
-DS4_INLINE i32x16 dot_q8(const uint8_t* w, const int8_t* x) {
-  i32x16 r = set1_i32(0);
-  for (int i = 0; i < 512; i++) r.v[i / 32] += int8_t(w[34 * (i / 32) + i % 32]) * x[i];
-  return r;
 }
 // acc[l] + sum of w[4l + i] * x[i], i < 4.
 template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) {
@@ -1509,6 +1468,15 @@ DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
   for (int i = 0; i < 16; i++) (i < 8 ? lo : hi)->v[2 * i % 16] = a.v[i], (i < 8 ? lo : hi)->v[2 * i % 16 + 1] = b.v[i];
 }
 #undef DS4_EACH
+#endif
+
+#if DS4_PASS != 3                // AVX-512 adds them before it puts them in order
+// Exact sums over the blocks. Another kStride than 32 is of blocks in the file, signed without kBias: w + kBias is taken.
+template <bool kSigned, int kStride = 32> DS4_INLINE i32x16 dot_blocks(const void* w, const int8_t* x) {
+  i32x16 lo, hi;
+  dot_halves<kSigned, kStride>(w, x, &lo, &hi);
+  return add(lo, hi);
+}
 #endif
 
 DS4_INLINE f32x16 abs(f32x16 a) { return and_bits(a, 0x7fffffffu); }
@@ -2232,7 +2200,7 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
     const f32x16 d = d_lanes(reinterpret_cast<const BlockQ8_0*>(p), 16);
     for (size_t t = 0; t < n; t++) {
       const ActRow a = act_row(x[t], w.cols);
-      i32x16 s = dot_q8(p + 2, a.q + 512 * i);
+      i32x16 s = dot_blocks<true, sizeof(BlockQ8_0)>(p + 2, a.q + 512 * i);
       if constexpr (kBias != 0) s = add(s, load_i32(a.c + 16 * i));
       acc[t] = fma(to_f32(s), mul(d, load(a.d + 16 * i)), acc[t]);
     }

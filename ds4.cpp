@@ -1512,14 +1512,15 @@ DS4_INLINE f32x16 exp(f32x16 x) {
 
 // Sixteen blocks of 32 values; value i of block b is
 //   d[b] * s * (q[32b + i] - offset) - m,   offset from the type's Format, and by its kind
-//   kPlain: s = 1, m = 0   kMin: m = e0[b]   kMin16: m = e0[b] for i < 16, else e1[b]   kScaled: s = e0[b] or e1[b], m = 0.
-// d * s * (q - offset) is exact in float. q are unsigned bytes below 128, except in kSigned formats (see kBias).
+//   kPlain, kSigned: s = 1, m = 0   kMin: m = e0[b]   kMin16: m = e0[b] for i < 16, else e1[b]   kScaled: s = e0[b] or e1[b], m = 0.
+// d * s * (q - offset) is exact in float. q are unsigned bytes below 128, but int8 in kSigned formats, whose offset is 0, and
+// any unsigned byte where the offset is kBias.
 struct Group {
   alignas(64) int8_t q[512];
   alignas(64) float d[16], e0[16], e1[16];
   alignas(64) uint8_t s[64];                   // scratch of the unpackers
 };
-enum class Kind { kPlain, kMin, kMin16, kScaled };
+enum class Kind { kPlain, kSigned, kMin, kMin16, kScaled };     // e0 from kMin on, e1 from kMin16 on
 
 DS4_INLINE f32x16 halves(const uint16_t* p, size_t stride, size_t n) {
   const uint8_t* b = reinterpret_cast<const uint8_t*>(p);
@@ -1920,58 +1921,46 @@ struct Format {
   void (*unpack)(const uint8_t* p, size_t n, Group& g);
   Kind kind;
   int offset;
-  bool is_signed;
 };
-// Null: not a quantised type.
-static const Format* find_format(Type type) {
-  static constexpr bool kSignedTables = kBias == 0;
-  static constexpr Kind kPlain = Kind::kPlain, kMin = Kind::kMin, kMin16 = Kind::kMin16, kScaled = Kind::kScaled;
-  static constexpr Format kQ8_0 = {unpack_q8_0, kPlain, kBias, kSignedTables}, kQ4_0 = {unpack_q4_0, kPlain, 8, false},
-      kQ4_1 = {unpack_q4_1, kMin, 0, false}, kQ5_0 = {unpack_q5_0, kPlain, 16, false}, kQ5_1 = {unpack_q5_1, kMin, 0, false},
-      kMXFP4 = {unpack_mxfp4, kPlain, 12, false}, kIQ4_NL = {unpack_iq4_nl, kPlain, kBias, kSignedTables},
-      kIQ4_XS = {unpack_iq4_xs, kPlain, kBias, kSignedTables}, kQ2_K = {unpack_q2_k, kMin16, 0, false},
-      kQ3_K = {unpack_q3_k, kScaled, 4, false}, kQ4_K = {unpack_q4_k, kMin, 0, false}, kQ5_K = {unpack_q5_k, kMin, 0, false},
-      kQ6_K = {unpack_q6_k, kScaled, 32, false}, kTQ1_0 = {unpack_tq1_0, kPlain, 1, false}, kTQ2_0 = {unpack_tq2_0, kPlain, 1, false},
-      kIQ1_S = {unpack_grid<BlockIQ1_S>, kPlain, 9, false}, kIQ1_M = {unpack_grid<BlockIQ1_M>, kScaled, 9, false},
-      kIQ2_XXS = {unpack_grid<BlockIQ2_XXS>, kPlain, 64, false}, kIQ2_XS = {unpack_grid<BlockIQ2_XS>, kScaled, 64, false},
-      kIQ2_S = {unpack_grid<BlockIQ2_S>, kScaled, 64, false}, kIQ3_XXS = {unpack_grid<BlockIQ3_XXS>, kPlain, 64, false},
-      kIQ3_S = {unpack_grid<BlockIQ3_S>, kPlain, 16, false};
+template <class Block> constexpr Format grid_format() { return {unpack_grid<Block>, GridType<Block>::kScaled ? Kind::kScaled : Kind::kPlain, GridType<Block>::kOffset}; }
+constexpr Kind kInt8 = kBias == 0 ? Kind::kSigned : Kind::kPlain;        // the file's weights are int8
+static Format format_of(Type type) {
   switch (type) {
-    case Type::Q8_0: return &kQ8_0;
-    case Type::Q4_0: return &kQ4_0;
-    case Type::Q4_1: return &kQ4_1;
-    case Type::Q5_0: return &kQ5_0;
-    case Type::Q5_1: return &kQ5_1;
-    case Type::MXFP4: return &kMXFP4;
-    case Type::IQ4_NL: return &kIQ4_NL;
-    case Type::IQ4_XS: return &kIQ4_XS;
-    case Type::Q2_K: return &kQ2_K;
-    case Type::Q3_K: return &kQ3_K;
-    case Type::Q4_K: return &kQ4_K;
-    case Type::Q5_K: return &kQ5_K;
-    case Type::Q6_K: return &kQ6_K;
-    case Type::TQ1_0: return &kTQ1_0;
-    case Type::TQ2_0: return &kTQ2_0;
-    case Type::IQ1_S: return &kIQ1_S;
-    case Type::IQ1_M: return &kIQ1_M;
-    case Type::IQ2_XXS: return &kIQ2_XXS;
-    case Type::IQ2_XS: return &kIQ2_XS;
-    case Type::IQ2_S: return &kIQ2_S;
-    case Type::IQ3_XXS: return &kIQ3_XXS;
-    case Type::IQ3_S: return &kIQ3_S;
-    default: return nullptr;
+    case Type::Q8_0: return {unpack_q8_0, kInt8, kBias};
+    case Type::Q4_0: return {unpack_q4_0, Kind::kPlain, 8};
+    case Type::Q4_1: return {unpack_q4_1, Kind::kMin, 0};
+    case Type::Q5_0: return {unpack_q5_0, Kind::kPlain, 16};
+    case Type::Q5_1: return {unpack_q5_1, Kind::kMin, 0};
+    case Type::MXFP4: return {unpack_mxfp4, Kind::kPlain, 12};
+    case Type::IQ4_NL: return {unpack_iq4_nl, kInt8, kBias};
+    case Type::IQ4_XS: return {unpack_iq4_xs, kInt8, kBias};
+    case Type::Q2_K: return {unpack_q2_k, Kind::kMin16, 0};
+    case Type::Q3_K: return {unpack_q3_k, Kind::kScaled, 4};
+    case Type::Q4_K: return {unpack_q4_k, Kind::kMin, 0};
+    case Type::Q5_K: return {unpack_q5_k, Kind::kMin, 0};
+    case Type::Q6_K: return {unpack_q6_k, Kind::kScaled, 32};
+    case Type::TQ1_0: return {unpack_tq1_0, Kind::kPlain, 1};
+    case Type::TQ2_0: return {unpack_tq2_0, Kind::kPlain, 1};
+    case Type::IQ1_S: return grid_format<BlockIQ1_S>();
+    case Type::IQ1_M: return grid_format<BlockIQ1_M>();
+    case Type::IQ2_XXS: return grid_format<BlockIQ2_XXS>();
+    case Type::IQ2_XS: return grid_format<BlockIQ2_XS>();
+    case Type::IQ2_S: return grid_format<BlockIQ2_S>();
+    case Type::IQ3_XXS: return grid_format<BlockIQ3_XXS>();
+    case Type::IQ3_S: return grid_format<BlockIQ3_S>();
+    default: return {};                        // not a quantised type
   }
 }
 
 // A row of a quantised matrix as groups of 512 values; the last may be shorter.
 struct RowReader {
-  const Format* format;
+  Format format;
   size_t block_elems, block_bytes, cols;
-  RowReader(Type type, size_t n) : format(find_format(type)), block_elems(type_info(type).block_elems), block_bytes(type_info(type).block_bytes), cols(n) {}
+  RowReader(Type type, size_t n) : format(format_of(type)), block_elems(type_info(type).block_elems), block_bytes(type_info(type).block_bytes), cols(n) {}
   size_t groups() const { return (cols + 511) / 512; }
   size_t elems(size_t g) const { return std::min<size_t>(512, cols - 512 * g); }
   size_t group_bytes() const { return 512 / block_elems * block_bytes; }
-  DS4_INLINE void unpack(const uint8_t* row, size_t g, Group& out) const { format->unpack(row + g * group_bytes(), elems(g) / block_elems, out); }
+  DS4_INLINE void unpack(const uint8_t* row, size_t g, Group& out) const { format.unpack(row + g * group_bytes(), elems(g) / block_elems, out); }
 };
 
 // -- dequantise, quantise ----
@@ -1990,8 +1979,8 @@ static void dequantize(Type type, const void* row, float* y, size_t n) {
     return;
   }
   const RowReader reader(type, n);
-  const Kind kind = reader.format->kind;
-  const f32x16 offset = set1(float(reader.format->offset));
+  const Kind kind = reader.format.kind;
+  const f32x16 offset = set1(float(reader.format.offset));
   Group g = {};
   for (size_t i = 0; i < n; i += 16) {
     if (i % 512 == 0) reader.unpack(static_cast<const uint8_t*>(row), i / 512, g);
@@ -2049,18 +2038,18 @@ static void quantize(const float* x, void* act, size_t n) {
 // -- int8 matrix product, few tokens: a row at a time, 16 blocks in lanes ----
 
 // acc + group g of the row . activations; b: the group's first block of 32.
-template <Kind kind, bool kSigned>
+template <Kind kind>
 DS4_INLINE f32x16 add_group(f32x16 acc, const Group& g, int offset, const ActRow& x, size_t b) {
   f32x16 sum;
   if constexpr (kind == Kind::kScaled) {
     i32x16 lo, hi;
-    dot_halves<kSigned>(g.q, x.q + 32 * b, &lo, &hi);
+    dot_halves<false>(g.q, x.q + 32 * b, &lo, &hi);
     const i32x16 off = set1_i32(offset);
     lo = add(lo, mul(sar<7>(load_i32(x.c_lo + b)), off));
     hi = add(hi, mul(sar<7>(load_i32(x.c_hi + b)), off));
     sum = fma(to_f32(lo), load(g.e0), mul(to_f32(hi), load(g.e1)));          // integers below 2^24: exact
   } else {
-    i32x16 s = dot_blocks<kSigned>(g.q, x.q + 32 * b);
+    i32x16 s = dot_blocks<kind == Kind::kSigned>(g.q, x.q + 32 * b);
     if constexpr (kind == Kind::kPlain) s = add(s, mul(sar<7>(load_i32(x.c + b)), set1_i32(offset)));
     sum = to_f32(s);
   }
@@ -2168,24 +2157,24 @@ DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups,
   }
 }
 
-template <Kind kind, bool kSigned>
+template <Kind kind>
 static void matmul_rows(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
   const RowReader reader(w.type, w.cols);
   Group g = {};
   for_rows<true>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
     reader.unpack(row, i, g);
     for (size_t t = 0; t < n; t++)
-      acc[t] = first_of(add_group<kind, kSigned>(acc[t], g, reader.format->offset, act_row(x[t], w.cols), 16 * i), reader.elems(i) / 32, acc[t]);
+      acc[t] = first_of(add_group<kind>(acc[t], g, reader.format.offset, act_row(x[t], w.cols), 16 * i), reader.elems(i) / 32, acc[t]);
   });
 }
 
 // acc[t] + the last, shorter group i of a row, through a Group.
-template <bool kSigned>
+template <Kind kind>
 static void add_short_group(const RowReader& reader, const uint8_t* row, size_t i, const void* const* x, size_t n, f32x16* acc) {
   Group g = {};
   reader.unpack(row, i, g);
   for (size_t t = 0; t < n; t++)
-    acc[t] = first_of(add_group<Kind::kPlain, kSigned>(acc[t], g, reader.format->offset, act_row(x[t], reader.cols), 16 * i), reader.elems(i) / 32, acc[t]);
+    acc[t] = first_of(add_group<kind>(acc[t], g, reader.format.offset, act_row(x[t], reader.cols), 16 * i), reader.elems(i) / 32, acc[t]);
 }
 
 // Q8_0 straight from the file.
@@ -2195,7 +2184,7 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
   const RowReader reader(w.type, w.cols);
   const size_t full = w.cols / 512;
   for_rows<kOne>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
-    if (i == full) return add_short_group<kBias == 0>(reader, row, i, x, n, acc);
+    if (i == full) return add_short_group<kInt8>(reader, row, i, x, n, acc);
     const uint8_t* p = row + i * (16 * sizeof(BlockQ8_0));
     const f32x16 d = d_lanes(reinterpret_cast<const BlockQ8_0*>(p), 16);
     for (size_t t = 0; t < n; t++) {
@@ -2528,9 +2517,9 @@ static void matmul_rows_mxfp4(const Matrix& w, size_t r0, size_t r1, const void*
   const size_t n = kOne ? 1 : n_tokens;
   const RowReader reader(w.type, w.cols);
   const size_t full = w.cols / 512;
-  const __m512i values = _mm512_broadcast_i32x4(load128(kFp4Bytes.data())), nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi32(reader.format->offset);
+  const __m512i values = _mm512_broadcast_i32x4(load128(kFp4Bytes.data())), nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi32(reader.format.offset);
   for_rows<kOne>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
-    if (i == full) return add_short_group<false>(reader, row, i, x, n, acc);
+    if (i == full) return add_short_group<Kind::kPlain>(reader, row, i, x, n, acc);
     const BlockMXFP4* b = reinterpret_cast<const BlockMXFP4*>(row) + 16 * i;
     alignas(16) uint8_t e[16];
     __m512i q[4], half[4], word[4], v[8];
@@ -2596,7 +2585,7 @@ template <Kind kind>
 static void build_panel(const Matrix& w, size_t r, size_t r1, const RowReader& reader, PanelBlock* panel) {
   constexpr size_t kBlock = sizeof(PanelBlock);
   Group g[kTileRows] = {};
-  const uint32_t move = kBias != 0 ? uint32_t(kBias - reader.format->offset) * 0x01010101u : 0;   // no byte overflows
+  const uint32_t move = kBias != 0 ? uint32_t(kBias - reader.format.offset) * 0x01010101u : 0;   // no byte overflows
   for (size_t i = 0; i < reader.groups(); i++, panel += 16) {
     for (size_t k = 0; k < kTileRows; k++) {
       const uint8_t* row = w.data + std::min(r + k, r1 - 1) * w.stride;
@@ -2606,8 +2595,8 @@ static void build_panel(const Matrix& w, size_t r, size_t r1, const RowReader& r
     }
     for (size_t b = 0; b < reader.elems(i) / 32; b += 2) transpose16(g[0].q + 32 * b, sizeof(Group), move, panel[b].w, 64, kBlock);
     transpose16(g[0].d, sizeof(Group), 0, panel->d, kBlock, 8 * kBlock);
-    if constexpr (kind != Kind::kPlain) transpose16(g[0].e0, sizeof(Group), 0, panel->e0, kBlock, 8 * kBlock);
-    if constexpr (kind == Kind::kMin16 || kind == Kind::kScaled) transpose16(g[0].e1, sizeof(Group), 0, panel->e1, kBlock, 8 * kBlock);
+    if constexpr (kind >= Kind::kMin) transpose16(g[0].e0, sizeof(Group), 0, panel->e0, kBlock, 8 * kBlock);
+    if constexpr (kind >= Kind::kMin16) transpose16(g[0].e1, sizeof(Group), 0, panel->e1, kBlock, 8 * kBlock);
   }
 }
 
@@ -2714,12 +2703,12 @@ struct ActLayout {
 };
 
 // acc[t] += panel block b . x[t] for T tokens; offset: of the weights as they are in the panel.
-template <Kind kind, bool kSigned, int T>
+template <Kind kind, int T>
 DS4_INLINE void multiply_block(const PanelBlock& p, const i8x64* w, size_t b, const uint8_t* const* x, const ActLayout& at, int offset, f32x16 (*acc)[16]) {
-  constexpr bool kScaled = kind == Kind::kScaled, kMin = kind == Kind::kMin || kind == Kind::kMin16;
+  constexpr bool kScaled = kind == Kind::kScaled, kNoOffset = kind == Kind::kSigned || kind == Kind::kMin || kind == Kind::kMin16;
   auto start = [&](const uint8_t* sums) {                          // -offset * (sum of x)
     const int32_t c = load_le<int32_t>(sums + 4 * b);
-    return set1_i32(kBias != 0 ? c : kMin ? 0 : (c >> 7) * offset);
+    return set1_i32(kBias != 0 ? c : kNoOffset ? 0 : (c >> 7) * offset);
   };
   auto scalar = [&](const uint8_t* floats) { return set1(load_le<float>(floats + 4 * b)); };
   i32x16 s[T], hi[T];
@@ -2735,7 +2724,7 @@ DS4_INLINE void multiply_block(const PanelBlock& p, const i8x64* w, size_t b, co
     DS4_UNROLL
     for (int t = 0; t < T; t++) {
       i32x16& sum = kScaled && k >= 4 ? hi[t] : s[t];
-      sum = dot4<kSigned>(sum, w[k], q[t] + 4 * k);
+      sum = dot4<kind == Kind::kSigned>(sum, w[k], q[t] + 4 * k);
     }
   }
   DS4_UNROLL
@@ -2750,7 +2739,7 @@ DS4_INLINE void multiply_block(const PanelBlock& p, const i8x64* w, size_t b, co
 }
 
 // out[t][0 .. n_rows) = the panel's rows . x[t] for n <= kTileTokens tokens. acc[t][lane]: lane = block % 16, a vector of 16 rows.
-template <Kind kind, bool kSigned>
+template <Kind kind>
 static void multiply_panel(const PanelBlock* panel, size_t cols, const ActLayout& at, const uint8_t* const* x, size_t n, int offset, float* const* out, size_t r, size_t n_rows) {
   f32x16 acc[kTileTokens][16];
   for (size_t t = 0; t < n; t++)
@@ -2761,8 +2750,8 @@ static void multiply_panel(const PanelBlock* panel, size_t cols, const ActLayout
     DS4_UNROLL
     for (int k = 0; k < 8; k++) w[k] = load8(p.w[k]);
     size_t t = 0;
-    for (; t + 4 <= n; t += 4) multiply_block<kind, kSigned, 4>(p, w, b, x + t, at, offset, acc + t);
-    for (; t < n; t++) multiply_block<kind, kSigned, 1>(p, w, b, x + t, at, offset, acc + t);
+    for (; t + 4 <= n; t += 4) multiply_block<kind, 4>(p, w, b, x + t, at, offset, acc + t);
+    for (; t < n; t++) multiply_block<kind, 1>(p, w, b, x + t, at, offset, acc + t);
   }
   for (size_t t = 0; t < n; t++) {
     for (size_t h = 8; h; h /= 2)
@@ -2780,7 +2769,7 @@ static PanelBlock* panel_memory(size_t n) noexcept {
 
 // A stripe of rows becomes panels that stay in the L2 cache while all tokens pass over them. One token tile needs no stripe:
 // shorter turns of reading and computing keep the memory busy.
-template <Kind kind, bool kSigned>
+template <Kind kind>
 static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
   const size_t stripe = n > kTileTokens ? 4 : 1;                   // panels
   const RowReader reader(w.type, w.cols);
@@ -2801,7 +2790,7 @@ static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* cons
       for (size_t i = 0; i < nt; i++) rows[i] = tile_token(w.type, x[t + i], w.cols);
       for (size_t k = 0; k < n_panels; k++) {
         const size_t row = r + k * kTileRows;
-        multiply_panel<kind, kSigned>(panels + k * step, w.cols, at, rows, nt, kSigned ? 0 : reader.format->offset, out + t, row, std::min(kTileRows, r1 - row));
+        multiply_panel<kind>(panels + k * step, w.cols, at, rows, nt, reader.format.offset, out + t, row, std::min(kTileRows, r1 - row));
       }
     }
   }
@@ -2809,53 +2798,42 @@ static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* cons
 
 static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
   using Multiply = void (*)(const Matrix&, size_t, size_t, const void* const*, float* const*, size_t);
-  const Format* f = find_format(w.type);
-  if (n <= row_tokens(w.type)) {
+  constexpr Multiply kRows[] = {matmul_rows<Kind::kPlain>, matmul_rows<Kind::kSigned>, matmul_rows<Kind::kMin>, matmul_rows<Kind::kMin16>, matmul_rows<Kind::kScaled>};
+  constexpr Multiply kTiles[] = {matmul_tiles<Kind::kPlain>, matmul_tiles<Kind::kSigned>, matmul_tiles<Kind::kMin>, matmul_tiles<Kind::kMin16>, matmul_tiles<Kind::kScaled>};
+  const size_t kind = size_t(format_of(w.type).kind);
+  if (n > row_tokens(w.type)) return kTiles[kind](w, r0, r1, x, out, n);
 #if DS4_PASS >= 2
-    auto lanes = [&](auto block) {
-      using Block = decltype(block);
-      (n == 1 ? matmul_rows_lanes<Block, true> : matmul_rows_lanes<Block, false>)(w, r0, r1, x, out, n);
-    };
-    auto grid = [&](auto block) {
-      using Block = decltype(block);
-      (n == 1 ? matmul_rows_grid<Block, true> : matmul_rows_grid<Block, false>)(w, r0, r1, x, out, n);
-    };
-    switch (w.type) {
-      case Type::Q2_K: return lanes(BlockQ2_K{});
-      case Type::Q4_K: return lanes(BlockQ4_K{});
-      case Type::TQ1_0:
-        if (DS4_PASS == 2 && n > 3) break;                             // would be decoded for each token
-        return lanes(BlockTQ1_0{});
-      case Type::IQ1_S: return grid(BlockIQ1_S{});
-      case Type::IQ1_M: return grid(BlockIQ1_M{});
+  auto lanes = [&](auto block) {
+    using Block = decltype(block);
+    (n == 1 ? matmul_rows_lanes<Block, true> : matmul_rows_lanes<Block, false>)(w, r0, r1, x, out, n);
+  };
+  auto grid = [&](auto block) {
+    using Block = decltype(block);
+    (n == 1 ? matmul_rows_grid<Block, true> : matmul_rows_grid<Block, false>)(w, r0, r1, x, out, n);
+  };
+  switch (w.type) {
+    case Type::Q2_K: return lanes(BlockQ2_K{});
+    case Type::Q4_K: return lanes(BlockQ4_K{});
+    case Type::TQ1_0:
+      if (DS4_PASS == 2 && n > 3) break;                             // would be decoded for each token
+      return lanes(BlockTQ1_0{});
+    case Type::IQ1_S: return grid(BlockIQ1_S{});
+    case Type::IQ1_M: return grid(BlockIQ1_M{});
 #if DS4_PASS == 3
-      case Type::IQ2_XXS: return lanes(BlockIQ2_XXS{});
-      case Type::MXFP4: return (n == 1 ? matmul_rows_mxfp4<true> : matmul_rows_mxfp4<false>)(w, r0, r1, x, out, n);
+    case Type::IQ2_XXS: return lanes(BlockIQ2_XXS{});
+    case Type::MXFP4: return (n == 1 ? matmul_rows_mxfp4<true> : matmul_rows_mxfp4<false>)(w, r0, r1, x, out, n);
 #else
-      case Type::IQ2_XXS: return grid(BlockIQ2_XXS{});
+    case Type::IQ2_XXS: return grid(BlockIQ2_XXS{});
 #endif
-      case Type::IQ2_XS: return grid(BlockIQ2_XS{});
-      case Type::IQ2_S: return grid(BlockIQ2_S{});
-      case Type::IQ3_XXS: return grid(BlockIQ3_XXS{});
-      case Type::IQ3_S: return grid(BlockIQ3_S{});
-      default: break;
-    }
-#endif
-    const Multiply rows = w.type == Type::Q8_0           ? n == 1 ? matmul_rows_q8_0<true> : matmul_rows_q8_0<false>
-                          : f->kind == Kind::kMin        ? matmul_rows<Kind::kMin, false>
-                          : f->kind == Kind::kMin16      ? matmul_rows<Kind::kMin16, false>
-                          : f->kind == Kind::kScaled     ? matmul_rows<Kind::kScaled, false>
-                          : f->is_signed                 ? matmul_rows<Kind::kPlain, true>
-                                                         : matmul_rows<Kind::kPlain, false>;
-    rows(w, r0, r1, x, out, n);
-  } else {
-    const Multiply tiles = f->kind == Kind::kMin     ? matmul_tiles<Kind::kMin, false>
-                           : f->kind == Kind::kMin16 ? matmul_tiles<Kind::kMin16, false>
-                           : f->kind == Kind::kScaled ? matmul_tiles<Kind::kScaled, false>
-                           : f->is_signed            ? matmul_tiles<Kind::kPlain, true>
-                                                     : matmul_tiles<Kind::kPlain, false>;
-    tiles(w, r0, r1, x, out, n);
+    case Type::IQ2_XS: return grid(BlockIQ2_XS{});
+    case Type::IQ2_S: return grid(BlockIQ2_S{});
+    case Type::IQ3_XXS: return grid(BlockIQ3_XXS{});
+    case Type::IQ3_S: return grid(BlockIQ3_S{});
+    default: break;
   }
+#endif
+  if (w.type == Type::Q8_0) return (n == 1 ? matmul_rows_q8_0<true> : matmul_rows_q8_0<false>)(w, r0, r1, x, out, n);
+  kRows[kind](w, r0, r1, x, out, n);
 }
 
 // -- float matrix product ----

@@ -367,14 +367,6 @@ static inline float fp8_scale(float amax) { return pow2_scale(std::max(amax, 1e-
 // Scale of one FP4 block: amax / s <= 6 = 1.5 * 2^2, amax floored at 6 * 2^-126.
 static inline float fp4_scale(float amax) { return pow2_scale(std::max(amax, 6.0f * 0x1p-126f), 0x400000, 2); }
 
-// x rounded to the nearest E2M1 value 0 .5 1 1.5 2 3 4 6, ties to the even code, saturating at 6.
-static inline float round_e2m1(float x) {
-  const float a = std::min(std::fabs(x), 6.0f);
-  const float binade = std::max(bit_cast<float>(bit_cast<uint32_t>(a) & 0x7f800000u), 1.0f);
-  const float c = binade * 0x1.8p22f;
-  return std::copysign((a + c) - c, x);
-}
-
 // FNV-1a, 64 bits. Start from kFnvBasis; chain by passing the previous hash.
 constexpr uint64_t kFnvBasis = 14695981039346656037ull, kFnvPrime = 1099511628211ull;
 static inline uint64_t fnv1a(const void* data, size_t n, uint64_t h = kFnvBasis) {
@@ -3072,16 +3064,16 @@ static void rope(float* x, const float* cs, float sign, size_t n_rot) noexcept {
   }
 }
 
-// Writes one cached row of dim entries, zero-padded to a multiple of 16.
-// kPlain: float32. Otherwise half, after FP8 E4M3 rounding of the first dim - n_rot entries in blocks of 64 with
-// power-of-two scales (spec: forward.md 9).
+// Cached rows are zero-padded to a multiple of 16 entries.
+static void store_plain_row(const float* x, size_t dim, void* row) {
+  std::memcpy(row, x, dim * sizeof(float));
+  std::memset(static_cast<float*>(row) + dim, 0, (size_t(align_up(dim, 16)) - dim) * sizeof(float));
+}
+
+// Writes one cached row of dim entries. plain: float32. Otherwise half, after FP8 E4M3 rounding of the first dim - n_rot entries in blocks of 64 with
+// power-of-two scales.
 static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, void* row) noexcept {
-  const size_t padded = size_t(align_up(dim, 16));
-  if (plain) {
-    std::memcpy(row, x, dim * sizeof(float));
-    std::memset(static_cast<float*>(row) + dim, 0, (padded - dim) * sizeof(float));
-    return;
-  }
+  if (plain) return store_plain_row(x, dim, row);
   uint16_t* out = static_cast<uint16_t*>(row);
   const f32x16 top = set1(448.0f), floor_binade = set1(0x1p-6f), magic = set1(0x1.8p20f);
   for (size_t b = 0; b < dim - n_rot; b += 64) {
@@ -3100,7 +3092,7 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
     }
   }
   for (size_t i = dim - n_rot; i < dim; i++) out[i] = f32_to_f16(x[i]);
-  std::memset(out + dim, 0, (padded - dim) * sizeof(uint16_t));
+  std::memset(out + dim, 0, (size_t(align_up(dim, 16)) - dim) * sizeof(uint16_t));
 }
 
 // -- attention ------------------------------------------------------------------
@@ -3232,35 +3224,8 @@ static void compress(const float* const* k, const float* const* z, size_t n_slot
   }
 }
 
-// One finished indexer row: orthonormal Walsh-Hadamard transform in natural order, FP4 E2M1 in blocks of 32 with
-// power-of-two scales, stored as half. plain: float32, nothing rounded or rotated.
-static void store_index_row(const float* x, size_t dim, bool plain, void* row) noexcept {
-  const size_t padded = size_t(align_up(dim, 16));
-  if (plain) {
-    std::memcpy(row, x, dim * sizeof(float));
-    std::memset(static_cast<float*>(row) + dim, 0, (padded - dim) * sizeof(float));
-    return;
-  }
-  float y[kMaxIndexDim];
-  std::memcpy(y, x, dim * sizeof(float));
-  for (size_t h = 1; h < dim; h *= 2)
-    for (size_t i = 0; i < dim; i += 2 * h)
-      for (size_t j = i; j < i + h; j++) { const float a = y[j], b = y[j + h]; y[j] = a + b; y[j + h] = a - b; }
-  const float norm = 1.0f / std::sqrt(float(dim));
-  for (size_t i = 0; i < dim; i++) y[i] *= norm;
-  uint16_t* out = static_cast<uint16_t*>(row);
-  for (size_t b = 0; b < dim; b += 32) {
-    const size_t end = std::min(b + 32, dim);
-    float amax = 0;
-    for (size_t i = b; i < end; i++) amax = std::max(amax, std::fabs(y[i]));
-    const float s = fp4_scale(amax);
-    for (size_t i = b; i < end; i++) out[i] = f32_to_f16(round_e2m1(y[i] / s) * s);
-  }
-  std::memset(out + dim, 0, (padded - dim) * sizeof(uint16_t));
-}
-
-// Indexer queries of one token, [n_head][dim] -> [dim][align_up(n_head, 16)] so that heads lie in lanes; with the same
-// Hadamard and FP4 steps as a stored row unless plain. Padding heads are zero.
+// Indexer queries of one token, [n_head][dim] -> [dim][align_up(n_head, 16)] so that heads lie in lanes, padding heads zero. Unless plain:
+// an orthonormal Walsh-Hadamard transform in natural order, then FP4 E2M1 in blocks of 32 with power-of-two scales.
 static void index_query(const float* q, size_t n_head, size_t dim, bool plain, float* qt) noexcept {
   const size_t width = size_t(align_up(n_head, 16));
   for (size_t k = 0; k < dim; k++)
@@ -3291,6 +3256,15 @@ static void index_query(const float* q, size_t n_head, size_t dim, bool plain, f
       }
     }
   }
+}
+
+// One finished indexer row, the steps of index_query, stored as half; plain: float32.
+static void store_index_row(const float* x, size_t dim, bool plain, void* row) noexcept {
+  if (plain) return store_plain_row(x, dim, row);
+  float y[16 * kMaxIndexDim];
+  index_query(x, 1, dim, false, y);
+  uint16_t* out = static_cast<uint16_t*>(row);
+  for (size_t i = 0; i < size_t(align_up(dim, 16)); i++) out[i] = i < dim ? f32_to_f16(y[16 * i]) : uint16_t(0);
 }
 
 template <bool kHalf, int kR>

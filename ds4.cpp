@@ -622,21 +622,21 @@ struct Matrix {
 // An activation row quantised per 32: x ~ d * q. It lies in act_bytes(n) bytes aligned to 64; n_pad = n rounded up to 512
 // (the padding is zero). The sums serve weights that are stored with an offset or a minimum.
 struct ActRow {
-  const int8_t* q;                   // [n_pad], -127 .. 127
-  const int8_t* qt;                  // [n_pad] the same; of 16 blocks side by side: bytes 4t .. 4t + 3 of block l at 64t + 4l
-  const float* d;                    // [n_pad / 32]
-  const float *md, *md_lo, *md_hi;   // [n_pad / 32] -d * (sum of q over the 32, its first 16, its last 16)
-  const int32_t *c, *c_lo, *c_hi;    // [n_pad / 32] -128 * (the same sums)
+  int8_t* q;                         // [n_pad], -127 .. 127
+  int8_t* qt;                        // [n_pad] the same; of 16 blocks side by side: bytes 4t .. 4t + 3 of block l at 64t + 4l
+  float* d;                          // [n_pad / 32]
+  float *md, *md_lo, *md_hi;         // [n_pad / 32] -d * (sum of q over the 32, its first 16, its last 16)
+  int32_t *c, *c_lo, *c_hi;          // [n_pad / 32] -128 * (the same sums)
   // For IQ2_XXS, written by AVX-512 only: byte 4t + i of a block of qe is byte 8i + t of its q; qet is to qe as qt is to q.
-  const int8_t *qe, *qet;            // [n_pad]
+  int8_t *qe, *qet;                  // [n_pad]
 };
 static inline size_t act_bytes(size_t n) { return size_t(align_up(n, 512)) / 32 * (4 * 32 + 7 * 4); }
 static inline ActRow act_row(const void* act, size_t n) {
   const size_t n_pad = size_t(align_up(n, 512)), nb = n_pad / 32;
-  const int8_t* q = static_cast<const int8_t*>(act);
-  const float* f = reinterpret_cast<const float*>(q + 2 * n_pad);
-  const int32_t* i = reinterpret_cast<const int32_t*>(f + 4 * nb);
-  const int8_t* e = reinterpret_cast<const int8_t*>(i + 3 * nb);
+  int8_t* q = static_cast<int8_t*>(const_cast<void*>(act));            // only quantize writes
+  float* f = reinterpret_cast<float*>(q + 2 * n_pad);
+  int32_t* i = reinterpret_cast<int32_t*>(f + 4 * nb);
+  int8_t* e = reinterpret_cast<int8_t*>(i + 3 * nb);
   return {q, q + n_pad, f, f + nb, f + 2 * nb, f + 3 * nb, i, i + nb, i + 2 * nb, e, e + n_pad};
 }
 
@@ -1990,9 +1990,6 @@ static void dequantize(Type type, const void* row, float* y, size_t n) {
 static void quantize(const float* x, void* act, size_t n) {
   const size_t n_pad = size_t(align_up(n, 512));
   const ActRow row = act_row(act, n);
-  int8_t *q = const_cast<int8_t*>(row.q), *qt = const_cast<int8_t*>(row.qt);
-  float *d = const_cast<float*>(row.d), *md = const_cast<float*>(row.md), *md_lo = const_cast<float*>(row.md_lo), *md_hi = const_cast<float*>(row.md_hi);
-  int32_t *c = const_cast<int32_t*>(row.c), *c_lo = const_cast<int32_t*>(row.c_lo), *c_hi = const_cast<int32_t*>(row.c_hi);
   for (size_t i = 0; i < n_pad; i += 32) {
     f32x16 a[2];
     for (size_t j = 0; j < 2; j++) {
@@ -2005,24 +2002,25 @@ static void quantize(const float* x, void* act, size_t n) {
     float sum[2];
     for (size_t j = 0; j < 2; j++) {
       a[j] = min(max(nearest(mul(a[j], inverse)), set1(-127.0f)), set1(127.0f));
-      store_i8(q + i + 16 * j, a[j]);
+      store_i8(row.q + i + 16 * j, a[j]);
       sum[j] = reduce_add(a[j]);
     }
     const size_t b = i / 32;
-    d[b] = normal ? scale : 0.0f;
-    md_lo[b] = -(d[b] * sum[0]);
-    md_hi[b] = -(d[b] * sum[1]);
-    md[b] = -(d[b] * (sum[0] + sum[1]));
-    c_lo[b] = -128 * int32_t(sum[0]);
-    c_hi[b] = -128 * int32_t(sum[1]);
-    c[b] = c_lo[b] + c_hi[b];
+    const float d = normal ? scale : 0.0f;
+    row.d[b] = d;
+    row.md_lo[b] = -(d * sum[0]);
+    row.md_hi[b] = -(d * sum[1]);
+    row.md[b] = -(d * (sum[0] + sum[1]));
+    row.c_lo[b] = -128 * int32_t(sum[0]);
+    row.c_hi[b] = -128 * int32_t(sum[1]);
+    row.c[b] = row.c_lo[b] + row.c_hi[b];
     const size_t at = b / 16 * 512 + b % 16 * 4;
-    for (size_t t = 0; t < 8; t++) std::memcpy(qt + at + 64 * t, q + i + 4 * t, 4);
+    for (size_t t = 0; t < 8; t++) std::memcpy(row.qt + at + 64 * t, row.q + i + 4 * t, 4);
 #if DS4_PASS == 3
     const __m256i order = _mm256_setr_epi32(0x18100800, 0x19110901, 0x1a120a02, 0x1b130b03, 0x1c140c04, 0x1d150d05, 0x1e160e06, 0x1f170f07);
-    int8_t *qe = const_cast<int8_t*>(row.qe) + i, *qet = const_cast<int8_t*>(row.qet) + at;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(qe), _mm256_permutexvar_epi8(order, load256(q + i)));
-    for (size_t t = 0; t < 8; t++) std::memcpy(qet + 64 * t, qe + 4 * t, 4);
+    int8_t* qe = row.qe + i;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(qe), _mm256_permutexvar_epi8(order, load256(row.q + i)));
+    for (size_t t = 0; t < 8; t++) std::memcpy(row.qet + at + 64 * t, qe + 4 * t, 4);
 #endif
   }
 }
@@ -3070,12 +3068,18 @@ static void store_plain_row(const float* x, size_t dim, void* row) {
   std::memset(static_cast<float*>(row) + dim, 0, (size_t(align_up(dim, 16)) - dim) * sizeof(float));
 }
 
+// v rounded to a number of few bits, ties to even, at most +-top; NaN stays. least: the smallest normal one; magic = 1.5 * 2^(23 - m)
+// for m bits of fraction. The last bit of c is worth the distance between such numbers at v, so adding c rounds.
+DS4_INLINE f32x16 round_to(f32x16 v, float top, float least, float magic) {
+  const f32x16 a = min(set1(top), abs(v)), c = mul(max(and_bits(a, 0x7f800000u), set1(least)), set1(magic));
+  return copysign(sub(add(a, c), c), v);
+}
+
 // Writes one cached row of dim entries. plain: float32. Otherwise half, after FP8 E4M3 rounding of the first dim - n_rot entries in blocks of 64 with
 // power-of-two scales.
 static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, void* row) noexcept {
   if (plain) return store_plain_row(x, dim, row);
   uint16_t* out = static_cast<uint16_t*>(row);
-  const f32x16 top = set1(448.0f), floor_binade = set1(0x1p-6f), magic = set1(0x1.8p20f);
   for (size_t b = 0; b < dim - n_rot; b += 64) {
     const size_t end = std::min(b + 64, dim - n_rot);
     float amax = 0;
@@ -3084,10 +3088,8 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
     const f32x16 inv = set1(1.0f / s), scale = set1(s);
     for (size_t i = b; i < end; i += 16) {
       const size_t m = std::min<size_t>(16, end - i);
-      const f32x16 v = mul(load_partial(x + i, m), inv), a = min(top, abs(v));
-      const f32x16 c = mul(max(and_bits(a, 0x7f800000u), floor_binade), magic);
       float y[16];
-      store(y, mul(copysign(sub(add(a, c), c), v), scale));
+      store(y, mul(round_to(mul(load_partial(x + i, m), inv), 448.0f, 0x1p-6f, 0x1.8p20f), scale));
       for (size_t k = 0; k < m; k++) out[i + k] = f32_to_f16(y[k]);
     }
   }
@@ -3232,7 +3234,6 @@ static void index_query(const float* q, size_t n_head, size_t dim, bool plain, f
     for (size_t h = 0; h < width; h++) qt[k * width + h] = h < n_head ? q[h * dim + k] : 0.0f;
   if (plain) return;
   const f32x16 norm = set1(1.0f / std::sqrt(float(dim)));
-  const f32x16 top = set1(6.0f), one = set1(1.0f), magic = set1(0x1.8p22f);
   for (size_t v = 0; v < width; v += 16) {
     float* y = qt + v;
     for (size_t h = 1; h < dim; h *= 2)
@@ -3249,11 +3250,7 @@ static void index_query(const float* q, size_t n_head, size_t dim, bool plain, f
       float s[16], inv[16];
       store(s, amax);
       for (int l = 0; l < 16; l++) { s[l] = fp4_scale(s[l]); inv[l] = 1.0f / s[l]; }
-      for (size_t k = b; k < end; k++) {
-        const f32x16 x = mul(load(y + k * width), load(inv)), a = min(top, abs(x));
-        const f32x16 c = mul(max(and_bits(a, 0x7f800000u), one), magic);
-        store(y + k * width, mul(copysign(sub(add(a, c), c), x), load(s)));
-      }
+      for (size_t k = b; k < end; k++) store(y + k * width, mul(round_to(mul(load(y + k * width), load(inv)), 6.0f, 1.0f, 0x1.8p22f), load(s)));
     }
   }
 }

@@ -1522,7 +1522,6 @@ DS4_INLINE f32x16 halves(const uint16_t* p, size_t stride, size_t n) {
   return load_f16(h);
 }
 template <class B> DS4_INLINE f32x16 d_lanes(const B* b, size_t n) { return halves(&b->d, sizeof(B), n); }
-template <class B> DS4_INLINE f32x16 m_lanes(const B* b, size_t n) { return halves(&b->m, sizeof(B), n); }
 
 // Scales and minimums of the 16 blocks of two 256-blocks a and b (twice the same where there is one), as far as the type has them.
 struct LaneScales { f32x16 d, e0, e1, m0, m1; };
@@ -1584,33 +1583,6 @@ static void unpack_q8_0(const uint8_t* p, size_t n, Group& g) {
   store(g.d, d_lanes(b, n));
 }
 
-template <class B> DS4_INLINE i8x64 block_nibbles(const B* b, size_t i, size_t n) { return nibbles(b[i].q, b[i + 1 < n ? i + 1 : i].q); }
-template <class B> DS4_INLINE uint64_t block_highs(const B* b, size_t i, size_t n) {
-  return load_le<uint32_t>(b[i].h) | uint64_t(load_le<uint32_t>(b[i + 1 < n ? i + 1 : i].h)) << 32;
-}
-static void unpack_q4_0(const uint8_t* p, size_t n, Group& g) {
-  const BlockQ4_0* b = reinterpret_cast<const BlockQ4_0*>(p);
-  for (size_t i = 0; i < n; i += 2) store8(g.q + 32 * i, block_nibbles(b, i, n));
-  store(g.d, d_lanes(b, n));
-}
-static void unpack_q4_1(const uint8_t* p, size_t n, Group& g) {
-  const BlockQ4_1* b = reinterpret_cast<const BlockQ4_1*>(p);
-  for (size_t i = 0; i < n; i += 2) store8(g.q + 32 * i, block_nibbles(b, i, n));
-  store(g.d, d_lanes(b, n));
-  store(g.e0, neg(m_lanes(b, n)));
-}
-static void unpack_q5_0(const uint8_t* p, size_t n, Group& g) {
-  const BlockQ5_0* b = reinterpret_cast<const BlockQ5_0*>(p);
-  for (size_t i = 0; i < n; i += 2) store8(g.q + 32 * i, add_where(block_nibbles(b, i, n), block_highs(b, i, n), 16));
-  store(g.d, d_lanes(b, n));
-}
-static void unpack_q5_1(const uint8_t* p, size_t n, Group& g) {
-  const BlockQ5_1* b = reinterpret_cast<const BlockQ5_1*>(p);
-  for (size_t i = 0; i < n; i += 2) store8(g.q + 32 * i, add_where(block_nibbles(b, i, n), block_highs(b, i, n), 16));
-  store(g.d, d_lanes(b, n));
-  store(g.e0, neg(m_lanes(b, n)));
-}
-
 constexpr std::array<int8_t, 16> biased(const int8_t* values, int bias) {
   std::array<int8_t, 16> t{};
   for (size_t i = 0; i < 16; i++) t[i] = int8_t(uint8_t(values[i] + bias));
@@ -1623,16 +1595,25 @@ DS4_INLINE f32x16 fp4_scales(const uint8_t* exponents) {
   const i32x16 e = load_u8(exponents, exponents + 8), h = shr<1>(e);
   return mul(as_f32(shl<23>(add(h, set1_i32(63)))), as_f32(shl<23>(add(sub(e, h), set1_i32(63)))));
 }
-static void unpack_mxfp4(const uint8_t* p, size_t n, Group& g) {
-  const BlockMXFP4* b = reinterpret_cast<const BlockMXFP4*>(p);
-  for (size_t i = 0; i < n; i += 2) store8(g.q + 32 * i, lookup(kFp4Bytes.data(), block_nibbles(b, i, n)));
-  for (size_t i = 0; i < n; i++) g.s[i] = b[i].e;
-  store(g.d, fp4_scales(g.s));
-}
-static void unpack_iq4_nl(const uint8_t* p, size_t n, Group& g) {
-  const BlockIQ4_NL* b = reinterpret_cast<const BlockIQ4_NL*>(p);
-  for (size_t i = 0; i < n; i += 2) store8(g.q + 32 * i, lookup(kIq4Bytes.data(), block_nibbles(b, i, n)));
-  store(g.d, d_lanes(b, n));
+// The types of 32 values of 4 bits, some with a fifth, a minimum or a table.
+template <class B>
+static void unpack_nibbles(const uint8_t* p, size_t n, Group& g) {
+  constexpr bool kFp4 = std::is_same_v<B, BlockMXFP4>, kIq4 = std::is_same_v<B, BlockIQ4_NL>;
+  const B* b = reinterpret_cast<const B*>(p);
+  for (size_t i = 0; i < n; i += 2) {
+    const B& next = b[i + 1 < n ? i + 1 : i];
+    i8x64 v = nibbles(b[i].q, next.q);
+    if constexpr (std::is_same_v<B, BlockQ5_0> || std::is_same_v<B, BlockQ5_1>) v = add_where(v, load_le<uint32_t>(b[i].h) | uint64_t(load_le<uint32_t>(next.h)) << 32, 16);
+    if constexpr (kFp4 || kIq4) v = lookup((kFp4 ? kFp4Bytes : kIq4Bytes).data(), v);
+    store8(g.q + 32 * i, v);
+  }
+  if constexpr (kFp4) {
+    for (size_t i = 0; i < n; i++) g.s[i] = b[i].e;
+    store(g.d, fp4_scales(g.s));
+  } else {
+    store(g.d, d_lanes(b, n));
+  }
+  if constexpr (std::is_same_v<B, BlockQ4_1> || std::is_same_v<B, BlockQ5_1>) store(g.e0, neg(halves(&b->m, sizeof(B), n)));
 }
 static void unpack_iq4_xs(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ4_XS* b = reinterpret_cast<const BlockIQ4_XS*>(p);
@@ -1919,12 +1900,12 @@ constexpr Kind kInt8 = kBias == 0 ? Kind::kSigned : Kind::kPlain;        // the 
 static Format format_of(Type type) {
   switch (type) {
     case Type::Q8_0: return {unpack_q8_0, kInt8, kBias};
-    case Type::Q4_0: return {unpack_q4_0, Kind::kPlain, 8};
-    case Type::Q4_1: return {unpack_q4_1, Kind::kMin, 0};
-    case Type::Q5_0: return {unpack_q5_0, Kind::kPlain, 16};
-    case Type::Q5_1: return {unpack_q5_1, Kind::kMin, 0};
-    case Type::MXFP4: return {unpack_mxfp4, Kind::kPlain, 12};
-    case Type::IQ4_NL: return {unpack_iq4_nl, kInt8, kBias};
+    case Type::Q4_0: return {unpack_nibbles<BlockQ4_0>, Kind::kPlain, 8};
+    case Type::Q4_1: return {unpack_nibbles<BlockQ4_1>, Kind::kMin, 0};
+    case Type::Q5_0: return {unpack_nibbles<BlockQ5_0>, Kind::kPlain, 16};
+    case Type::Q5_1: return {unpack_nibbles<BlockQ5_1>, Kind::kMin, 0};
+    case Type::MXFP4: return {unpack_nibbles<BlockMXFP4>, Kind::kPlain, 12};
+    case Type::IQ4_NL: return {unpack_nibbles<BlockIQ4_NL>, kInt8, kBias};
     case Type::IQ4_XS: return {unpack_iq4_xs, kInt8, kBias};
     case Type::Q2_K: return {unpack_q2_k, Kind::kMin16, 0};
     case Type::Q3_K: return {unpack_q3_k, Kind::kScaled, 4};

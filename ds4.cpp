@@ -1670,25 +1670,20 @@ DS4_INLINE void q4_scales(const uint8_t* p, uint8_t* s) {
   std::memcpy(s, sc, 8);
   std::memcpy(s + 16, mn, 8);
 }
+template <class B>                             // Q4_K, or Q5_K with a fifth bit
 static void unpack_q4_k(const uint8_t* p, size_t n, Group& g) {
-  const BlockQ4_K* b = reinterpret_cast<const BlockQ4_K*>(p);
+  const B* b = reinterpret_cast<const B*>(p);
   for (size_t i = 0; i < n; i++) {
-    for (size_t j = 0; j < 4; j++) store8(g.q + 256 * i + 64 * j, fields<0, 4>(b[i].q + 32 * j, 15));
-    q4_scales(b[i].s, g.s + 8 * i);
-  }
-  f32x16 d, m;
-  dm_pairs(b, b + n - 1, &d, &m);
-  store(g.d, mul(d, to_f32(load_u8(g.s, g.s + 8))));
-  store(g.e0, mul(m, to_f32(load_u8(g.s + 16, g.s + 24))));
-}
-static void unpack_q5_k(const uint8_t* p, size_t n, Group& g) {
-  const BlockQ5_K* b = reinterpret_cast<const BlockQ5_K*>(p);
-  for (size_t i = 0; i < n; i++) {
-    int8_t* q = g.q + 256 * i;
-    store8(q, add8(fields<0, 4>(b[i].q, 15), shl8<4>(fields<0, 1>(b[i].h, 1))));
-    store8(q + 64, add8(fields<0, 4>(b[i].q + 32, 15), shl8<4>(fields<2, 3>(b[i].h, 1))));
-    store8(q + 128, add8(fields<0, 4>(b[i].q + 64, 15), shl8<4>(fields<4, 5>(b[i].h, 1))));
-    store8(q + 192, add8(fields<0, 4>(b[i].q + 96, 15), shl8<4>(fields<6, 7>(b[i].h, 1))));
+    i8x64 v[4];
+    DS4_UNROLL
+    for (size_t j = 0; j < 4; j++) v[j] = fields<0, 4>(b[i].q + 32 * j, 15);
+    if constexpr (std::is_same_v<B, BlockQ5_K>) {
+      const i8x64 high[4] = {fields<0, 1>(b[i].h, 1), fields<2, 3>(b[i].h, 1), fields<4, 5>(b[i].h, 1), fields<6, 7>(b[i].h, 1)};
+      DS4_UNROLL
+      for (size_t j = 0; j < 4; j++) v[j] = add8(v[j], shl8<4>(high[j]));
+    }
+    DS4_UNROLL
+    for (size_t j = 0; j < 4; j++) store8(g.q + 256 * i + 64 * j, v[j]);
     q4_scales(b[i].s, g.s + 8 * i);
   }
   f32x16 d, m;
@@ -1909,8 +1904,8 @@ static Format format_of(Type type) {
     case Type::IQ4_XS: return {unpack_iq4_xs, kInt8, kBias};
     case Type::Q2_K: return {unpack_q2_k, Kind::kMin16, 0};
     case Type::Q3_K: return {unpack_q3_k, Kind::kScaled, 4};
-    case Type::Q4_K: return {unpack_q4_k, Kind::kMin, 0};
-    case Type::Q5_K: return {unpack_q5_k, Kind::kMin, 0};
+    case Type::Q4_K: return {unpack_q4_k<BlockQ4_K>, Kind::kMin, 0};
+    case Type::Q5_K: return {unpack_q4_k<BlockQ5_K>, Kind::kMin, 0};
     case Type::Q6_K: return {unpack_q6_k, Kind::kScaled, 32};
     case Type::TQ1_0: return {unpack_tq1_0, Kind::kPlain, 1};
     case Type::TQ2_0: return {unpack_tq2_0, Kind::kPlain, 1};

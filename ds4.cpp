@@ -2804,43 +2804,38 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
 
 // -- float matrix product ----
 
-struct LoadF32 {
-  using Elem = float;
-  static DS4_INLINE f32x16 at(const float* p) { return load(p); }
-};
-struct LoadF16 {
-  using Elem = uint16_t;
-  static DS4_INLINE f32x16 at(const uint16_t* p) { return load_f16(p); }
-};
-struct LoadBF16 {
-  using Elem = uint16_t;
-  static DS4_INLINE f32x16 at(const uint16_t* p) { return load_bf16(p); }
-};
+// Sixteen floats of a row of F32, F16 or BF16, from element k on.
+template <Type type>
+DS4_INLINE f32x16 load_row(const void* row, size_t k) {
+  if constexpr (type == Type::F32) return load(static_cast<const float*>(row) + k);
+  else if constexpr (type == Type::F16) return load_f16(static_cast<const uint16_t*>(row) + k);
+  else return load_bf16(static_cast<const uint16_t*>(row) + k);
+}
 
 // out[t][r] = row r of w . x[t] for kN * n rows from r0 on and kTokens tokens, straight from the file: kN places of n rows
 // each, read at once.
-template <class L, int kN, int kTokens>
+template <Type type, int kN, int kTokens>
 DS4_INLINE void dot_places(const Matrix& w, size_t r0, size_t n, const float* const* x, float* const* out) {
-  using Elem = typename L::Elem;
+  constexpr size_t kElem = type == Type::F32 ? 4 : 2;
   const size_t gap = n * w.stride, cols = w.cols;
   Ahead<kN> ahead(w.data + r0 * w.stride, gap);
   for (size_t r = 0; r < n; r++) {
-    const Elem* row[kN];
+    const uint8_t* row[kN];
     f32x16 acc[kN][kTokens], v[kTokens];
     DS4_UNROLL
     for (int i = 0; i < kN; i++) {
-      row[i] = reinterpret_cast<const Elem*>(w.data + (r0 + r) * w.stride + size_t(i) * gap);
+      row[i] = w.data + (r0 + r) * w.stride + size_t(i) * gap;
       DS4_UNROLL
       for (int t = 0; t < kTokens; t++) acc[i][t] = zero();
     }
     size_t k = 0;
     for (; k + 16 <= cols; k += 16) {
-      ahead.ask(r * w.stride + (k + 16) * sizeof(Elem));
+      ahead.ask(r * w.stride + (k + 16) * kElem);
       DS4_UNROLL
       for (int t = 0; t < kTokens; t++) v[t] = load(x[t] + k);
       DS4_UNROLL
       for (int i = 0; i < kN; i++) {
-        const f32x16 m = in_register(L::at(row[i] + k));
+        const f32x16 m = in_register(load_row<type>(row[i], k));
         DS4_UNROLL
         for (int t = 0; t < kTokens; t++) acc[i][t] = fma(m, v[t], acc[i][t]);
       }
@@ -2848,10 +2843,10 @@ DS4_INLINE void dot_places(const Matrix& w, size_t r0, size_t n, const float* co
     if (k < cols) {
       DS4_UNROLL
       for (int i = 0; i < kN; i++) {
-        Elem tail[16] = {};
-        std::memcpy(tail, row[i] + k, (cols - k) * sizeof(Elem));
+        alignas(64) uint8_t tail[64] = {};
+        std::memcpy(tail, row[i] + k * kElem, (cols - k) * kElem);
         DS4_UNROLL
-        for (int t = 0; t < kTokens; t++) acc[i][t] = fma(L::at(tail), load_partial(x[t] + k, cols - k), acc[i][t]);
+        for (int t = 0; t < kTokens; t++) acc[i][t] = fma(load_row<type>(tail, 0), load_partial(x[t] + k, cols - k), acc[i][t]);
       }
     }
     DS4_UNROLL
@@ -2862,22 +2857,22 @@ DS4_INLINE void dot_places(const Matrix& w, size_t r0, size_t n, const float* co
   }
 }
 // Rows r0 to r1, with as many places as there are registers for.
-template <class L, int kTokens>
+template <Type type, int kTokens>
 DS4_INLINE void matmul_places(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out) {
   constexpr int kN = kTokens == 1 || DS4_PASS == 3 ? kPlaces : 1;
   const size_t n = (r1 - r0) / kN, rest = r0 + kN * n;
-  if (n > 0) dot_places<L, kN, kTokens>(w, r0, n, x, out);
-  if (rest < r1) dot_places<L, 1, kTokens>(w, rest, r1 - rest, x, out);
+  if (n > 0) dot_places<type, kN, kTokens>(w, r0, n, x, out);
+  if (rest < r1) dot_places<type, 1, kTokens>(w, rest, r1 - rest, x, out);
 }
 // Four tokens at a time; where two or three are left, the last one fills up.
-template <class L>
+template <Type type>
 static void matmul_few(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
   for (size_t t0 = 0; t0 < n; t0 += 4) {
-    if (n - t0 == 1) return matmul_places<L, 1>(w, r0, r1, x + t0, out + t0);
+    if (n - t0 == 1) return matmul_places<type, 1>(w, r0, r1, x + t0, out + t0);
     const float* xs[4];
     float* outs[4];
     for (size_t i = 0; i < 4; i++) xs[i] = x[std::min(t0 + i, n - 1)], outs[i] = out[std::min(t0 + i, n - 1)];
-    matmul_places<L, 4>(w, r0, r1, xs, outs);
+    matmul_places<type, 4>(w, r0, r1, xs, outs);
   }
 }
 
@@ -2917,9 +2912,9 @@ DS4_INLINE void dot_tile(const float* const* w, const float* const* x, size_t k0
 // time, in the L1 cache, and all tokens of a batch pass over them.
 static void matmul_float(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
   constexpr size_t kFew = 8;                   // measured up to this
-  if (n <= kFew && w.type == Type::F32) return matmul_few<LoadF32>(w, r0, r1, x, out, n);
-  if (n <= kFew && w.type == Type::F16) return matmul_few<LoadF16>(w, r0, r1, x, out, n);
-  if (n <= kFew && w.type == Type::BF16) return matmul_few<LoadBF16>(w, r0, r1, x, out, n);
+  if (n <= kFew && w.type == Type::F32) return matmul_few<Type::F32>(w, r0, r1, x, out, n);
+  if (n <= kFew && w.type == Type::F16) return matmul_few<Type::F16>(w, r0, r1, x, out, n);
+  if (n <= kFew && w.type == Type::BF16) return matmul_few<Type::BF16>(w, r0, r1, x, out, n);
   constexpr size_t kCols = 512, kBatch = 48, kStep = kFloatTokens;
   const TypeInfo& info = type_info(w.type);
   alignas(64) float panel[kFloatRows][kCols];
@@ -3079,14 +3074,8 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
 // AVX-512: 4 x 4 58, 8 x 2 63, 8 x 3 66; AVX2: 4 x 4 30, 2 x 3 31, 2 x 2 35, 4 x 1 40. NEON is not measured.
 static_assert(kFloatRows <= int(kAttendHeads), "scratch");
 
-template <bool kHalf>
-DS4_INLINE f32x16 load_row(const void* row, size_t k) {
-  if constexpr (kHalf) return load_f16(static_cast<const uint16_t*>(row) + k);
-  else return load(static_cast<const float*>(row) + k);
-}
-
 // scores[h][i] = scale q_h . row_i for kH heads and kR rows; q [kH][dim], reads up to 15 floats past the last head.
-template <bool kHalf, int kH, int kR>
+template <Type type, int kH, int kR>
 static inline void score_tile(const float* q, const void* const* rows, size_t dim, float scale, float* scores, size_t stride) {
   f32x16 acc[kH][kR];
   DS4_UNROLL
@@ -3097,7 +3086,7 @@ static inline void score_tile(const float* q, const void* const* rows, size_t di
   for (size_t k = 0; k < dim; k += 16) {
     f32x16 w[kR];
     DS4_UNROLL
-    for (int r = 0; r < kR; r++) w[r] = in_register(load_row<kHalf>(rows[r], k));
+    for (int r = 0; r < kR; r++) w[r] = in_register(load_row<type>(rows[r], k));
     DS4_UNROLL
     for (int h = 0; h < kH; h++) {
       const f32x16 v = in_register(load(q + size_t(h) * dim + k));
@@ -3113,7 +3102,7 @@ static inline void score_tile(const float* q, const void* const* rows, size_t di
 }
 
 // out[h][d0 .. d0 + 16 kV) = norm[h] sum_i p[h][i] row_i[d], rows in ascending order; the last vector is cut at dim.
-template <bool kHalf, int kH, int kV>
+template <Type type, int kH, int kV>
 static inline void value_tile(const float* p, size_t stride, const float* norm, const void* const* rows, size_t n_rows, size_t d0, size_t dim, float* out) {
   f32x16 acc[kH][kV];
   DS4_UNROLL
@@ -3124,7 +3113,7 @@ static inline void value_tile(const float* p, size_t stride, const float* norm, 
   for (size_t i = 0; i < n_rows; i++) {
     f32x16 w[kV];
     DS4_UNROLL
-    for (int v = 0; v < kV; v++) w[v] = in_register(load_row<kHalf>(rows[i], d0 + 16 * size_t(v)));
+    for (int v = 0; v < kV; v++) w[v] = in_register(load_row<type>(rows[i], d0 + 16 * size_t(v)));
     DS4_UNROLL
     for (int h = 0; h < kH; h++) {
       const f32x16 a = in_register(set1(p[size_t(h) * stride + i]));
@@ -3144,14 +3133,14 @@ static inline void value_tile(const float* p, size_t stride, const float* norm, 
   }
 }
 
-template <bool kHalf, int kH>
+template <Type type, int kH>
 static inline void attend_heads(const AttendArgs& a, size_t h0) {
   const size_t stride = size_t(align_up(a.n_rows, 16)), padded = size_t(align_up(a.dim, 16));
   constexpr int kWidth = kH == 1 ? 4 : kFloatTokens;
   const float* q = a.q + h0 * a.dim;
   size_t i = 0;
-  for (; i + kWidth <= a.n_rows; i += kWidth) score_tile<kHalf, kH, kWidth>(q, a.rows + i, a.dim, a.scale, a.scores + i, stride);
-  for (; i < a.n_rows; i++) score_tile<kHalf, kH, 1>(q, a.rows + i, a.dim, a.scale, a.scores + i, stride);
+  for (; i + kWidth <= a.n_rows; i += kWidth) score_tile<type, kH, kWidth>(q, a.rows + i, a.dim, a.scale, a.scores + i, stride);
+  for (; i < a.n_rows; i++) score_tile<type, kH, 1>(q, a.rows + i, a.dim, a.scale, a.scores + i, stride);
   float norm[kH];
   for (int h = 0; h < kH; h++) {                 // softmax whose denominator also holds the sink
     float* s = a.scores + size_t(h) * stride;
@@ -3170,19 +3159,19 @@ static inline void attend_heads(const AttendArgs& a, size_t h0) {
   }
   float* out = a.out + h0 * a.dim;
   size_t d = 0;
-  for (; d + 16 * kWidth <= padded; d += 16 * kWidth) value_tile<kHalf, kH, kWidth>(a.scores, stride, norm, a.rows, a.n_rows, d, a.dim, out);
-  for (; d < padded; d += 16) value_tile<kHalf, kH, 1>(a.scores, stride, norm, a.rows, a.n_rows, d, a.dim, out);
+  for (; d + 16 * kWidth <= padded; d += 16 * kWidth) value_tile<type, kH, kWidth>(a.scores, stride, norm, a.rows, a.n_rows, d, a.dim, out);
+  for (; d < padded; d += 16) value_tile<type, kH, 1>(a.scores, stride, norm, a.rows, a.n_rows, d, a.dim, out);
 }
 
 // Attention of n_head queries over one list of rows that serve as keys and values:
 // s_i = scale q.row_i, m = max(sink, max s_i), out = sum_i exp(s_i - m) row_i / (exp(sink - m) + sum_i exp(s_i - m)).
-template <bool kHalf>
+template <Type type>
 static void attend_rows(const AttendArgs& a) {
   size_t h = 0;
-  for (; h + kFloatRows <= a.n_head; h += kFloatRows) attend_heads<kHalf, kFloatRows>(a, h);
-  for (; h < a.n_head; h++) attend_heads<kHalf, 1>(a, h);
+  for (; h + kFloatRows <= a.n_head; h += kFloatRows) attend_heads<type, kFloatRows>(a, h);
+  for (; h < a.n_head; h++) attend_heads<type, 1>(a, h);
 }
-static void attend(const AttendArgs& a) noexcept { if (a.plain) attend_rows<false>(a); else attend_rows<true>(a); }
+static void attend(const AttendArgs& a) noexcept { if (a.plain) attend_rows<Type::F32>(a); else attend_rows<Type::F16>(a); }
 
 // -- compressor and indexer -----------------------------------------------------
 
@@ -3240,11 +3229,11 @@ static void store_index_row(const float* x, size_t dim, bool plain, void* row) n
   for (size_t i = 0; i < size_t(align_up(dim, 16)); i++) out[i] = i < dim ? f32_to_f16(y[16 * i]) : uint16_t(0);
 }
 
-template <bool kHalf, int kR>
+template <Type type, int kR>
 static inline void index_score_tile(const float* qt, const float* w, size_t width, const void* const* rows, size_t dim, float* scores) {
   float x[kR][kMaxIndexDim];
   for (int r = 0; r < kR; r++)
-    for (size_t k = 0; k < dim; k += 16) store(x[r] + k, load_row<kHalf>(rows[r], k));
+    for (size_t k = 0; k < dim; k += 16) store(x[r] + k, load_row<type>(rows[r], k));
   f32x16 total[kR];
   DS4_UNROLL
   for (int r = 0; r < kR; r++) total[r] = zero();
@@ -3274,22 +3263,22 @@ static inline void index_score_tile(const float* qt, const float* w, size_t widt
 }
 
 // scores[c] = sum_h w[h] max(0, q_h . row_c) for n_rows rows; qt from index_query, w [align_up(n_head, 16)] zero-padded.
-template <bool kHalf>
+template <Type type>
 static void index_rows(const float* qt, const float* w, size_t width, const uint8_t* rows, size_t stride, size_t n_rows, size_t dim, float* scores) {
   constexpr size_t kRows = DS4_PASS == 3 ? 6 : 2;                  // 2 kRows sums: on AVX2 six rows would take 24 of 16 registers
   const void* p[kRows];
   size_t i = 0;
   for (; i + kRows <= n_rows; i += kRows) {
     for (size_t r = 0; r < kRows; r++) p[r] = rows + (i + r) * stride;
-    index_score_tile<kHalf, kRows>(qt, w, width, p, dim, scores + i);
+    index_score_tile<type, kRows>(qt, w, width, p, dim, scores + i);
   }
-  for (; i < n_rows; i++) { p[0] = rows + i * stride; index_score_tile<kHalf, 1>(qt, w, width, p, dim, scores + i); }
+  for (; i < n_rows; i++) { p[0] = rows + i * stride; index_score_tile<type, 1>(qt, w, width, p, dim, scores + i); }
 }
 static void index_scores(const float* qt, const float* w, size_t n_head, const uint8_t* rows, size_t stride, size_t n_rows, size_t dim, bool plain,
                          float* scores) noexcept {
   const size_t width = size_t(align_up(n_head, 16));
-  if (plain) index_rows<false>(qt, w, width, rows, stride, n_rows, dim, scores);
-  else index_rows<true>(qt, w, width, rows, stride, n_rows, dim, scores);
+  if (plain) index_rows<Type::F32>(qt, w, width, rows, stride, n_rows, dim, scores);
+  else index_rows<Type::F16>(qt, w, width, rows, stride, n_rows, dim, scores);
 }
 
 // -- ops for the sampler ----

@@ -1471,6 +1471,9 @@ template <bool kSigned, int kStride = 32> DS4_INLINE i32x16 dot_blocks(const voi
 }
 #endif
 
+// The first n of sixteen, or all where n >= 16; the rest is zero, or stays.
+DS4_INLINE f32x16 load_upto(const float* p, size_t n) { return n < 16 ? load_partial(p, n) : load(p); }
+DS4_INLINE void store_upto(float* p, size_t n, f32x16 a) { if (n < 16) store_partial(p, n, a); else store(p, a); }
 DS4_INLINE f32x16 abs(f32x16 a) { return and_bits(a, 0x7fffffffu); }
 DS4_INLINE f32x16 neg(f32x16 a) { return xor_bits(a, 0x80000000u); }
 
@@ -1968,10 +1971,7 @@ static void quantize(const float* x, void* act, size_t n) {
   const ActRow row = act_row(act, n);
   for (size_t i = 0; i < n_pad; i += 32) {
     f32x16 a[2];
-    for (size_t j = 0; j < 2; j++) {
-      const size_t k = i + 16 * j;
-      a[j] = k + 16 <= n ? load(x + k) : k < n ? load_partial(x + k, n - k) : zero();
-    }
+    for (size_t j = 0, k = i; j < 2; j++, k += 16) a[j] = k < n ? load_upto(x + k, n - k) : zero();
     const float amax = reduce_max(max(abs(a[0]), abs(a[1]))), scale = amax / 127.0f;
     const bool normal = scale >= 0x1p-126f;
     const f32x16 inverse = set1(normal ? 127.0f / amax : 0.0f);
@@ -2973,24 +2973,22 @@ static void rms_norm(const float* x, const float* w, float eps, float* y, size_t
 // y[d] = sum_s pre[s] H[s][d]; H [n_hc][n].
 static void hc_mix(const float* H, const float* pre, size_t n_hc, float* y, size_t n) noexcept {
   for (size_t i = 0; i < n; i += 16) {
-    const size_t m = std::min<size_t>(16, n - i);
     f32x16 acc = zero();
-    for (size_t s = 0; s < n_hc; s++) acc = fma(set1(pre[s]), m == 16 ? load(H + s * n + i) : load_partial(H + s * n + i, m), acc);
-    if (m == 16) store(y + i, acc); else store_partial(y + i, m, acc);
+    for (size_t s = 0; s < n_hc; s++) acc = fma(set1(pre[s]), load_upto(H + s * n + i, n - i), acc);
+    store_upto(y + i, n - i, acc);
   }
 }
 
 // H'[k][d] = post[k] out[d] + sum_j C[j][k] H[j][d], in place; H [n_hc][n], C [n_hc][n_hc], n_hc <= kMaxStreams.
 static void hc_update(float* H, const float* out, const float* post, const float* C, size_t n_hc, size_t n) noexcept {
   for (size_t i = 0; i < n; i += 16) {
-    const size_t m = std::min<size_t>(16, n - i);
     f32x16 old[kMaxStreams];
-    for (size_t j = 0; j < n_hc; j++) old[j] = m == 16 ? load(H + j * n + i) : load_partial(H + j * n + i, m);
-    const f32x16 o = m == 16 ? load(out + i) : load_partial(out + i, m);
+    for (size_t j = 0; j < n_hc; j++) old[j] = load_upto(H + j * n + i, n - i);
+    const f32x16 o = load_upto(out + i, n - i);
     for (size_t k = 0; k < n_hc; k++) {
       f32x16 acc = mul(set1(post[k]), o);
       for (size_t j = 0; j < n_hc; j++) acc = fma(set1(C[j * n_hc + k]), old[j], acc);
-      if (m == 16) store(H + k * n + i, acc); else store_partial(H + k * n + i, m, acc);
+      store_upto(H + k * n + i, n - i, acc);
     }
   }
 }
@@ -3007,11 +3005,10 @@ static void swiglu(float* gate, const float* up, float clamp, float weight, size
   const bool clamped = clamp > 1e-6f;
   const f32x16 hi = set1(clamp), lo = set1(-clamp), one = set1(1.0f), w = set1(weight);
   for (size_t i = 0; i < n; i += 16) {
-    const size_t m = std::min<size_t>(16, n - i);
-    f32x16 u = m == 16 ? load(gate + i) : load_partial(gate + i, m), v = m == 16 ? load(up + i) : load_partial(up + i, m);
+    f32x16 u = load_upto(gate + i, n - i), v = load_upto(up + i, n - i);
     if (clamped) { u = min(hi, u); v = max(lo, min(hi, v)); }       // NaN stays
     const f32x16 h = mul(mul(mul(u, v), w), div(one, add(one, exp(neg(u)))));
-    if (m == 16) store(gate + i, h); else store_partial(gate + i, m, h);
+    store_upto(gate + i, n - i, h);
   }
 }
 
@@ -3058,10 +3055,9 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
     const float s = fp8_scale(amax);
     const f32x16 inv = set1(1.0f / s), scale = set1(s);
     for (size_t i = b; i < end; i += 16) {
-      const size_t m = std::min<size_t>(16, end - i);
       float y[16];
-      store(y, mul(round_to(mul(load_partial(x + i, m), inv), 448.0f, 0x1p-6f, 0x1.8p20f), scale));
-      for (size_t k = 0; k < m; k++) out[i + k] = f32_to_f16(y[k]);
+      store(y, mul(round_to(mul(load_upto(x + i, end - i), inv), 448.0f, 0x1p-6f, 0x1.8p20f), scale));
+      for (size_t k = i; k < std::min(i + 16, end); k++) out[k] = f32_to_f16(y[k - i]);
     }
   }
   for (size_t i = dim - n_rot; i < dim; i++) out[i] = f32_to_f16(x[i]);
@@ -3125,10 +3121,8 @@ static inline void value_tile(const float* p, size_t stride, const float* norm, 
   for (int h = 0; h < kH; h++) {
     DS4_UNROLL
     for (int v = 0; v < kV; v++) {
-      const size_t d = d0 + 16 * size_t(v), m = std::min<size_t>(16, dim - d);
-      const f32x16 y = mul(acc[h][v], set1(norm[h]));
-      float* to = out + size_t(h) * dim + d;
-      if (m == 16) store(to, y); else store_partial(to, m, y);
+      const size_t d = d0 + 16 * size_t(v);
+      store_upto(out + size_t(h) * dim + d, dim - d, mul(acc[h][v], set1(norm[h])));
     }
   }
 }
@@ -3148,10 +3142,10 @@ static inline void attend_heads(const AttendArgs& a, size_t h0) {
     for (size_t k = 0; k < a.n_rows; k++) m = std::max(m, s[k]);
     f32x16 sum = zero();
     for (size_t k = 0; k < a.n_rows; k += 16) {
-      const size_t n = std::min<size_t>(16, a.n_rows - k);
-      const f32x16 e = exp(sub(load_partial(s + k, n), set1(m)));
-      store_partial(s + k, n, e);
-      sum = add(sum, n == 16 ? e : load_partial(s + k, n));
+      const size_t n = a.n_rows - k;
+      const f32x16 e = exp(sub(load_upto(s + k, n), set1(m)));
+      store_upto(s + k, n, e);
+      sum = add(sum, n < 16 ? load_partial(s + k, n) : e);
     }
     float sink[16];
     store(sink, exp(set1(a.sinks[h0 + size_t(h)] - m)));
@@ -3178,16 +3172,16 @@ static void attend(const AttendArgs& a) noexcept { if (a.plain) attend_rows<Type
 // out[d] = sum_t softmax_t(z[t][d]) k[t][d], every entry d on its own; k, z: n_slots row pointers.
 static void compress(const float* const* k, const float* const* z, size_t n_slots, float* out, size_t dim) noexcept {
   for (size_t d = 0; d < dim; d += 16) {
-    const size_t m = std::min<size_t>(16, dim - d);
-    f32x16 top = load_partial(z[0] + d, m);
-    for (size_t t = 1; t < n_slots; t++) top = max(top, load_partial(z[t] + d, m));
+    const size_t m = dim - d;
+    f32x16 top = load_upto(z[0] + d, m);
+    for (size_t t = 1; t < n_slots; t++) top = max(top, load_upto(z[t] + d, m));
     f32x16 sum = zero(), acc = zero();
     for (size_t t = 0; t < n_slots; t++) {
-      const f32x16 e = exp(sub(load_partial(z[t] + d, m), top));
+      const f32x16 e = exp(sub(load_upto(z[t] + d, m), top));
       sum = add(sum, e);
-      acc = fma(e, load_partial(k[t] + d, m), acc);
+      acc = fma(e, load_upto(k[t] + d, m), acc);
     }
-    store_partial(out + d, m, div(acc, sum));
+    store_upto(out + d, m, div(acc, sum));
   }
 }
 

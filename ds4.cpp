@@ -739,6 +739,16 @@ DS4_INLINE __m128i halves8(const uint8_t* p, size_t stride) {
   return _mm_setr_epi16(load_le<int16_t>(p), load_le<int16_t>(p + stride), load_le<int16_t>(p + 2 * stride), load_le<int16_t>(p + 3 * stride),
                         load_le<int16_t>(p + 4 * stride), load_le<int16_t>(p + 5 * stride), load_le<int16_t>(p + 6 * stride), load_le<int16_t>(p + 7 * stride));
 }
+DS4_INLINE float fold_add(__m256 a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+DS4_INLINE float fold_max(__m256 a) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
 // Grid entries by loads to all places and blends: no insertions, which wait for one port of Intel's, and no gathers, slow on AMD's.
 template <class I> DS4_INLINE __m256i grid8_half(const uint64_t* grid, const I* a) {
   const __m256i u = _mm256_blend_epi32(_mm256_set1_epi64x(int64_t(grid[a[0]])), _mm256_set1_epi64x(int64_t(grid[a[1]])), 0x0c);
@@ -791,18 +801,8 @@ DS4_INLINE f32x16 pow2(f32x16 n) { return {_mm512_castsi512_ps(_mm512_slli_epi32
 DS4_INLINE f32x16 and_bits(f32x16 a, uint32_t bits) { return {_mm512_and_ps(a.v, _mm512_castsi512_ps(_mm512_set1_epi32(int(bits))))}; }
 DS4_INLINE f32x16 xor_bits(f32x16 a, uint32_t bits) { return {_mm512_xor_ps(a.v, _mm512_castsi512_ps(_mm512_set1_epi32(int(bits))))}; }
 DS4_INLINE f32x16 copysign(f32x16 mag, f32x16 sgn) { return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(sgn.v), _mm512_castps_si512(mag.v), 0xca))}; }
-DS4_INLINE float reduce_add(f32x16 a) {
-  const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-DS4_INLINE float reduce_max(f32x16 a) {
-  const __m256 s8 = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
-  __m128 s = _mm_max_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
-}
+DS4_INLINE float reduce_add(f32x16 a) { return fold_add(_mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1))); }
+DS4_INLINE float reduce_max(f32x16 a) { return fold_max(_mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1))); }
 
 DS4_INLINE f32x16 to_f32(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 DS4_INLINE i32x16 set1_i32(int32_t a) { return {_mm512_set1_epi32(a)}; }
@@ -993,18 +993,8 @@ DS4_INLINE f32x16 xor_bits(f32x16 a, uint32_t bits) {
 }
 DS4_INLINE __m256 copysign_half(__m256 mag, __m256 sgn) { return _mm256_or_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), mag), _mm256_and_ps(_mm256_set1_ps(-0.0f), sgn)); }
 DS4_INLINE f32x16 copysign(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, copysign_half); }
-DS4_INLINE float reduce_add(f32x16 a) {
-  const __m256 s8 = _mm256_add_ps(a.v[0], a.v[1]);
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-DS4_INLINE float reduce_max(f32x16 a) {
-  const __m256 s8 = _mm256_max_ps(a.v[0], a.v[1]);
-  __m128 s = _mm_max_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
-}
+DS4_INLINE float reduce_add(f32x16 a) { return fold_add(_mm256_add_ps(a.v[0], a.v[1])); }
+DS4_INLINE float reduce_max(f32x16 a) { return fold_max(_mm256_max_ps(a.v[0], a.v[1])); }
 
 DS4_INLINE f32x16 to_f32(i32x16 a) { return {{_mm256_cvtepi32_ps(a.v[0]), _mm256_cvtepi32_ps(a.v[1])}}; }
 DS4_INLINE i32x16 set1_i32(int32_t a) { return {{_mm256_set1_epi32(a), _mm256_set1_epi32(a)}}; }

@@ -662,7 +662,7 @@ struct AttendArgs {
 // The kernels of one ISA: the only way the sections after 6 reach code that is compiled per ISA.
 struct Kernels {
   const char* name;                  // "scalar" "avx2" "avx512" "neon"
-  // y[n] = the row's values, exactly; n a multiple of the type's block.
+  // y[n] = the row's values, exactly; any type but I32, n a multiple of the type's block.
   void (*dequantize)(Type type, const void* row, float* y, size_t n);
   // act = x[n] quantised per 32 (any n): d = amax / 127, q = nearest even of x / d.
   void (*quantize)(const float* x, void* act, size_t n);
@@ -774,10 +774,8 @@ struct i8x64 { __m512i v; };
 DS4_INLINE __m512i load512(const void* p) { return _mm512_loadu_si512(p); }
 DS4_INLINE __mmask16 first_lanes(size_t n) { return __mmask16((1u << n) - 1); }
 
-DS4_INLINE float f16_value(uint16_t h) { return _cvtsh_ss(h); }
 DS4_INLINE f32x16 zero() { return {_mm512_setzero_ps()}; }
 DS4_INLINE f32x16 set1(float a) { return {_mm512_set1_ps(a)}; }
-DS4_INLINE f32x16 pair(float lo, float hi) { return {_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(lo), _mm512_set1_ps(hi))}; }
 DS4_INLINE f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 DS4_INLINE f32x16 in_register(f32x16 a) { asm("" : "+v"(a.v)); return a; }   // GCC would load it again at every use
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
@@ -951,10 +949,9 @@ DS4_INLINE __m256i first_lanes(size_t n, int from) {             // lane i: all 
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n) - from), _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0));
 }
 
-DS4_INLINE float f16_value(uint16_t h) { return _cvtsh_ss(h); }
 DS4_INLINE f32x16 zero() { return {{_mm256_setzero_ps(), _mm256_setzero_ps()}}; }
 DS4_INLINE f32x16 set1(float a) { return {{_mm256_set1_ps(a), _mm256_set1_ps(a)}}; }
-DS4_INLINE f32x16 pair(float lo, float hi) { return {{_mm256_set1_ps(lo), _mm256_set1_ps(hi)}}; }
+DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { return {{_mm256_set1_ps(_cvtsh_ss(lo)), _mm256_set1_ps(_cvtsh_ss(hi))}}; }
 DS4_INLINE f32x16 in_register(f32x16 a) { return a; }
 DS4_INLINE f32x16 load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { return {{_mm256_maskload_ps(p, first_lanes(n, 0)), _mm256_maskload_ps(p + 8, first_lanes(n, 8))}}; }
@@ -1173,10 +1170,9 @@ struct i32x16 { int32x4_t v[4]; };
 struct i8x64 { uint8x16_t v[4]; };
 
 #define DS4_EACH(type, expr) type r; DS4_UNROLL for (int i = 0; i < 4; i++) r.v[i] = expr; return r
-DS4_INLINE float f16_value(uint16_t h) { return f16_to_f32(h); }
 DS4_INLINE f32x16 set1(float a) { DS4_EACH(f32x16, vdupq_n_f32(a)); }
 DS4_INLINE f32x16 zero() { return set1(0.0f); }
-DS4_INLINE f32x16 pair(float lo, float hi) { DS4_EACH(f32x16, vdupq_n_f32(i < 2 ? lo : hi)); }
+DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { DS4_EACH(f32x16, vdupq_n_f32(f16_to_f32(i < 2 ? lo : hi))); }
 DS4_INLINE f32x16 in_register(f32x16 a) { return a; }
 DS4_INLINE f32x16 load(const float* p) { DS4_EACH(f32x16, vld1q_f32(p + 4 * i)); }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { DS4_EACH(f32x16, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
@@ -1342,10 +1338,9 @@ struct i32x16 { int32_t v[16]; };
 struct i8x64 { uint8_t v[64]; };
 
 #define DS4_EACH(type, expr) type r; for (int i = 0; i < int(sizeof(r.v) / sizeof(r.v[0])); i++) r.v[i] = expr; return r
-DS4_INLINE float f16_value(uint16_t h) { return f16_to_f32(h); }
 DS4_INLINE f32x16 set1(float a) { DS4_EACH(f32x16, a); }
 DS4_INLINE f32x16 zero() { return set1(0.0f); }
-DS4_INLINE f32x16 pair(float lo, float hi) { DS4_EACH(f32x16, i < 8 ? lo : hi); }
+DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { const float l = f16_to_f32(lo), h = f16_to_f32(hi); DS4_EACH(f32x16, i < 8 ? l : h); }
 DS4_INLINE f32x16 load(const float* p) { DS4_EACH(f32x16, p[i]); }
 DS4_INLINE f32x16 in_register(f32x16 a) { return a; }                          // for values that are used several times
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { DS4_EACH(f32x16, size_t(i) < n ? p[i] : 0.0f); }   // n <= 15
@@ -1538,7 +1533,6 @@ DS4_INLINE void dm_pairs(const B* a, const B* b, f32x16* d, f32x16* m) {
 }
 DS4_INLINE f32x16 nibble_f32(i32x16 v) { return {_mm512_permutexvar_ps(v.v, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))}; }   // of v & 15
 #else
-DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { return pair(f16_value(lo), f16_value(hi)); }
 template <class B> DS4_INLINE void dm_pairs(const B* a, const B* b, f32x16* d, f32x16* m) { *d = half_pair(a->d, b->d), *m = half_pair(a->m, b->m); }
 DS4_INLINE f32x16 nibble_f32(i32x16 v) { return to_f32(and_bits(v, 15)); }
 #endif
@@ -1933,10 +1927,6 @@ static void dequantize(Type type, const void* row, float* y, size_t n) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16) store(y + i, type == Type::F16 ? load_f16(h + i) : load_bf16(h + i));
     for (; i < n; i++) y[i] = type == Type::F16 ? f16_to_f32(h[i]) : bf16_to_f32(h[i]);
-    return;
-  }
-  if (type == Type::I32) {
-    for (size_t i = 0; i < n; i++) y[i] = float(load_le<int32_t>(static_cast<const uint8_t*>(row) + 4 * i));
     return;
   }
   const RowReader reader(type, n);

@@ -714,6 +714,9 @@ struct Kernels {
 #define DS4_UNROLL               // scalar vectors are arrays: nothing gained, and compiling takes minutes
 #endif
 
+// Returns a vector with v[i] = expr.
+#define DS4_EACH(type, expr) type r; DS4_UNROLL for (int i = 0; i < int(sizeof(r.v) / sizeof(r.v[0])); i++) r.v[i] = expr; return r
+
 #if DS4_PASS == 3
 #define DS4_ISA avx512
 DS4_TARGET_PUSH("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni")
@@ -949,16 +952,15 @@ DS4_INLINE __m256i first_lanes(size_t n, int from) {             // lane i: all 
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n) - from), _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0));
 }
 
-DS4_INLINE f32x16 zero() { return {{_mm256_setzero_ps(), _mm256_setzero_ps()}}; }
-DS4_INLINE f32x16 set1(float a) { return {{_mm256_set1_ps(a), _mm256_set1_ps(a)}}; }
+DS4_INLINE f32x16 zero() { DS4_EACH(f32x16, _mm256_setzero_ps()); }
+DS4_INLINE f32x16 set1(float a) { DS4_EACH(f32x16, _mm256_set1_ps(a)); }
 DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { return {{_mm256_set1_ps(_cvtsh_ss(lo)), _mm256_set1_ps(_cvtsh_ss(hi))}}; }
 DS4_INLINE f32x16 in_register(f32x16 a) { return a; }
-DS4_INLINE f32x16 load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
-DS4_INLINE f32x16 load_partial(const float* p, size_t n) { return {{_mm256_maskload_ps(p, first_lanes(n, 0)), _mm256_maskload_ps(p + 8, first_lanes(n, 8))}}; }
-DS4_INLINE f32x16 load_f16(const uint16_t* p) { return {{_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}}; }
-DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { return {{_mm256_cvtph_ps(halves8(p, stride)), _mm256_cvtph_ps(halves8(p + 8 * stride, stride))}}; }
-DS4_INLINE __m256 bf16_half(const uint16_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16)); }
-DS4_INLINE f32x16 load_bf16(const uint16_t* p) { return {{bf16_half(p), bf16_half(p + 8)}}; }
+DS4_INLINE f32x16 load(const float* p) { DS4_EACH(f32x16, _mm256_loadu_ps(p + 8 * i)); }
+DS4_INLINE f32x16 load_partial(const float* p, size_t n) { DS4_EACH(f32x16, _mm256_maskload_ps(p + 8 * i, first_lanes(n, 8 * i))); }
+DS4_INLINE f32x16 load_f16(const uint16_t* p) { DS4_EACH(f32x16, _mm256_cvtph_ps(load128(p + 8 * i))); }
+DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { DS4_EACH(f32x16, _mm256_cvtph_ps(halves8(p + 8 * size_t(i) * stride, stride))); }
+DS4_INLINE f32x16 load_bf16(const uint16_t* p) { DS4_EACH(f32x16, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p + 8 * i)), 16))); }
 DS4_INLINE void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.v[0]); _mm256_storeu_ps(p + 8, a.v[1]); }
 DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) {
   _mm256_maskstore_ps(p, first_lanes(n, 0), a.v[0]);
@@ -968,33 +970,23 @@ DS4_INLINE void store_i8(int8_t* p, f32x16 a) {
   const __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v[0]), _mm256_cvtps_epi32(a.v[1]));   // a0-3 b0-3 | a4-7 b4-7
   store128(p, _mm_shuffle_epi32(_mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)), 0xd8));
 }
-#define DS4_EACH(type, op) {{op(a.v[0], b.v[0]), op(a.v[1], b.v[1])}}
-DS4_INLINE f32x16 add(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_add_ps); }
-DS4_INLINE f32x16 sub(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_sub_ps); }
-DS4_INLINE f32x16 mul(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_mul_ps); }
-DS4_INLINE f32x16 div(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_div_ps); }
-DS4_INLINE f32x16 max(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_max_ps); }
-DS4_INLINE f32x16 min(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, _mm256_min_ps); }
-DS4_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {{_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])}}; }
-DS4_INLINE __m256 nearest_half(__m256 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-DS4_INLINE f32x16 nearest(f32x16 a) { return {{nearest_half(a.v[0]), nearest_half(a.v[1])}}; }
-DS4_INLINE __m256 pow2_half(__m256 n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)); }
-DS4_INLINE f32x16 pow2(f32x16 n) { return {{pow2_half(n.v[0]), pow2_half(n.v[1])}}; }
-DS4_INLINE f32x16 and_bits(f32x16 a, uint32_t bits) {
-  const __m256 b = _mm256_castsi256_ps(_mm256_set1_epi32(int(bits)));
-  return {{_mm256_and_ps(a.v[0], b), _mm256_and_ps(a.v[1], b)}};
-}
-DS4_INLINE f32x16 xor_bits(f32x16 a, uint32_t bits) {
-  const __m256 b = _mm256_castsi256_ps(_mm256_set1_epi32(int(bits)));
-  return {{_mm256_xor_ps(a.v[0], b), _mm256_xor_ps(a.v[1], b)}};
-}
-DS4_INLINE __m256 copysign_half(__m256 mag, __m256 sgn) { return _mm256_or_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), mag), _mm256_and_ps(_mm256_set1_ps(-0.0f), sgn)); }
-DS4_INLINE f32x16 copysign(f32x16 a, f32x16 b) { return DS4_EACH(f32x16, copysign_half); }
+DS4_INLINE f32x16 add(f32x16 a, f32x16 b) { DS4_EACH(f32x16, _mm256_add_ps(a.v[i], b.v[i])); }
+DS4_INLINE f32x16 sub(f32x16 a, f32x16 b) { DS4_EACH(f32x16, _mm256_sub_ps(a.v[i], b.v[i])); }
+DS4_INLINE f32x16 mul(f32x16 a, f32x16 b) { DS4_EACH(f32x16, _mm256_mul_ps(a.v[i], b.v[i])); }
+DS4_INLINE f32x16 div(f32x16 a, f32x16 b) { DS4_EACH(f32x16, _mm256_div_ps(a.v[i], b.v[i])); }
+DS4_INLINE f32x16 max(f32x16 a, f32x16 b) { DS4_EACH(f32x16, _mm256_max_ps(a.v[i], b.v[i])); }
+DS4_INLINE f32x16 min(f32x16 a, f32x16 b) { DS4_EACH(f32x16, _mm256_min_ps(a.v[i], b.v[i])); }
+DS4_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { DS4_EACH(f32x16, _mm256_fmadd_ps(a.v[i], b.v[i], c.v[i])); }
+DS4_INLINE f32x16 nearest(f32x16 a) { DS4_EACH(f32x16, _mm256_round_ps(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+DS4_INLINE f32x16 pow2(f32x16 n) { DS4_EACH(f32x16, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v[i]), _mm256_set1_epi32(127)), 23))); }
+DS4_INLINE f32x16 and_bits(f32x16 a, uint32_t bits) { DS4_EACH(f32x16, _mm256_and_ps(a.v[i], _mm256_castsi256_ps(_mm256_set1_epi32(int(bits))))); }
+DS4_INLINE f32x16 xor_bits(f32x16 a, uint32_t bits) { DS4_EACH(f32x16, _mm256_xor_ps(a.v[i], _mm256_castsi256_ps(_mm256_set1_epi32(int(bits))))); }
+DS4_INLINE f32x16 copysign(f32x16 mag, f32x16 sgn) { DS4_EACH(f32x16, _mm256_or_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), mag.v[i]), _mm256_and_ps(_mm256_set1_ps(-0.0f), sgn.v[i]))); }
 DS4_INLINE float reduce_add(f32x16 a) { return fold_add(_mm256_add_ps(a.v[0], a.v[1])); }
 DS4_INLINE float reduce_max(f32x16 a) { return fold_max(_mm256_max_ps(a.v[0], a.v[1])); }
 
-DS4_INLINE f32x16 to_f32(i32x16 a) { return {{_mm256_cvtepi32_ps(a.v[0]), _mm256_cvtepi32_ps(a.v[1])}}; }
-DS4_INLINE i32x16 set1_i32(int32_t a) { return {{_mm256_set1_epi32(a), _mm256_set1_epi32(a)}}; }
+DS4_INLINE f32x16 to_f32(i32x16 a) { DS4_EACH(f32x16, _mm256_cvtepi32_ps(a.v[i])); }
+DS4_INLINE i32x16 set1_i32(int32_t a) { DS4_EACH(i32x16, _mm256_set1_epi32(a)); }
 DS4_INLINE __m256i odd_words_half(const void* p) {
   const __m256i v = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(load256(p)), _mm256_castsi256_ps(load256(static_cast<const uint8_t*>(p) + 32)), 0xdd));
   return _mm256_permute4x64_epi64(v, 0xd8);
@@ -1005,25 +997,25 @@ DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {{_mm256_cvtepu8_epi32(load64(p)), _mm256_cvtepu8_epi32(load64(q))}}; }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {{_mm256_cvtepi16_epi32(load128(p)), _mm256_cvtepi16_epi32(load128(q))}}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { store256(p, a.v[0]); store256(static_cast<uint8_t*>(p) + 32, a.v[1]); }
-DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { return DS4_EACH(i32x16, _mm256_add_epi32); }
-DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { return DS4_EACH(i32x16, _mm256_sub_epi32); }
-DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { return DS4_EACH(i32x16, _mm256_mullo_epi32); }
-DS4_INLINE i32x16 or_(i32x16 a, i32x16 b) { return DS4_EACH(i32x16, _mm256_or_si256); }
-DS4_INLINE i32x16 xor_(i32x16 a, i32x16 b) { return DS4_EACH(i32x16, _mm256_xor_si256); }
-DS4_INLINE i32x16 and_bits(i32x16 a, uint32_t bits) { const __m256i b = _mm256_set1_epi32(int(bits)); return {{_mm256_and_si256(a.v[0], b), _mm256_and_si256(a.v[1], b)}}; }
-template <int k> DS4_INLINE i32x16 shl(i32x16 a) { return {{_mm256_slli_epi32(a.v[0], k), _mm256_slli_epi32(a.v[1], k)}}; }
-template <int k> DS4_INLINE i32x16 shr(i32x16 a) { return {{_mm256_srli_epi32(a.v[0], k), _mm256_srli_epi32(a.v[1], k)}}; }
-template <int k> DS4_INLINE i32x16 sar(i32x16 a) { return {{_mm256_srai_epi32(a.v[0], k), _mm256_srai_epi32(a.v[1], k)}}; }
-DS4_INLINE f32x16 as_f32(i32x16 a) { return {{_mm256_castsi256_ps(a.v[0]), _mm256_castsi256_ps(a.v[1])}}; }
+DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_add_epi32(a.v[i], b.v[i])); }
+DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_sub_epi32(a.v[i], b.v[i])); }
+DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_mullo_epi32(a.v[i], b.v[i])); }
+DS4_INLINE i32x16 or_(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_or_si256(a.v[i], b.v[i])); }
+DS4_INLINE i32x16 xor_(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_xor_si256(a.v[i], b.v[i])); }
+DS4_INLINE i32x16 and_bits(i32x16 a, uint32_t bits) { DS4_EACH(i32x16, _mm256_and_si256(a.v[i], _mm256_set1_epi32(int(bits)))); }
+template <int k> DS4_INLINE i32x16 shl(i32x16 a) { DS4_EACH(i32x16, _mm256_slli_epi32(a.v[i], k)); }
+template <int k> DS4_INLINE i32x16 shr(i32x16 a) { DS4_EACH(i32x16, _mm256_srli_epi32(a.v[i], k)); }
+template <int k> DS4_INLINE i32x16 sar(i32x16 a) { DS4_EACH(i32x16, _mm256_srai_epi32(a.v[i], k)); }
+DS4_INLINE f32x16 as_f32(i32x16 a) { DS4_EACH(f32x16, _mm256_castsi256_ps(a.v[i])); }
 
 DS4_INLINE i8x64 load8(const void* p, const void* q) { return {{load256(p), load256(q)}}; }
 DS4_INLINE i8x64 load8(const void* p) { return load8(p, static_cast<const uint8_t*>(p) + 32); }
 DS4_INLINE void store8(void* p, i8x64 a) { store256(p, a.v[0]); store256(static_cast<uint8_t*>(p) + 32, a.v[1]); }
-DS4_INLINE i8x64 set1_8(int a) { return {{_mm256_set1_epi8(char(a)), _mm256_set1_epi8(char(a))}}; }
-DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_add_epi8); }
-DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_xor_si256); }
-DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { return DS4_EACH(i8x64, _mm256_and_si256); }
-template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { return {{_mm256_slli_epi16(a.v[0], k), _mm256_slli_epi16(a.v[1], k)}}; }
+DS4_INLINE i8x64 set1_8(int a) { DS4_EACH(i8x64, _mm256_set1_epi8(char(a))); }
+DS4_INLINE i8x64 add8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, _mm256_add_epi8(a.v[i], b.v[i])); }
+DS4_INLINE i8x64 xor8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, _mm256_xor_si256(a.v[i], b.v[i])); }
+DS4_INLINE i8x64 and8(i8x64 a, i8x64 b) { DS4_EACH(i8x64, _mm256_and_si256(a.v[i], b.v[i])); }
+template <int k> DS4_INLINE i8x64 shl8(i8x64 a) { DS4_EACH(i8x64, _mm256_slli_epi16(a.v[i], k)); }
 template <int k> DS4_INLINE i8x64 shr8(i8x64 a, int mask) { return and8({{_mm256_srli_epi16(a.v[0], k), _mm256_srli_epi16(a.v[1], k)}}, set1_8(mask)); }
 DS4_INLINE __m256i top_sevens_half(const void* p) {
   const __m256i a = _mm256_srli_epi16(load256(p), 9), b = _mm256_srli_epi16(load256(static_cast<const uint8_t*>(p) + 32), 9);
@@ -1159,7 +1151,6 @@ DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
   *lo = {{zip_half(a.v[0], b.v[0], false), zip_half(a.v[0], b.v[0], true)}};
   *hi = {{zip_half(a.v[1], b.v[1], false), zip_half(a.v[1], b.v[1], true)}};
 }
-#undef DS4_EACH
 
 #elif DS4_PASS == 1   // -- NEON (AArch64) ----
 
@@ -1169,7 +1160,6 @@ struct f32x16 { float32x4_t v[4]; };
 struct i32x16 { int32x4_t v[4]; };
 struct i8x64 { uint8x16_t v[4]; };
 
-#define DS4_EACH(type, expr) type r; DS4_UNROLL for (int i = 0; i < 4; i++) r.v[i] = expr; return r
 DS4_INLINE f32x16 set1(float a) { DS4_EACH(f32x16, vdupq_n_f32(a)); }
 DS4_INLINE f32x16 zero() { return set1(0.0f); }
 DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { DS4_EACH(f32x16, vdupq_n_f32(f16_to_f32(i < 2 ? lo : hi))); }
@@ -1327,7 +1317,6 @@ DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
     to->v[2 * i % 4 + 1] = vzip2q_s32(a.v[i], b.v[i]);
   }
 }
-#undef DS4_EACH
 
 #else   // -- scalar: what every operation means ----
 
@@ -1337,7 +1326,6 @@ struct f32x16 { float v[16]; };
 struct i32x16 { int32_t v[16]; };
 struct i8x64 { uint8_t v[64]; };
 
-#define DS4_EACH(type, expr) type r; for (int i = 0; i < int(sizeof(r.v) / sizeof(r.v[0])); i++) r.v[i] = expr; return r
 DS4_INLINE f32x16 set1(float a) { DS4_EACH(f32x16, a); }
 DS4_INLINE f32x16 zero() { return set1(0.0f); }
 DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { const float l = f16_to_f32(lo), h = f16_to_f32(hi); DS4_EACH(f32x16, i < 8 ? l : h); }
@@ -1444,7 +1432,6 @@ template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t
 DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
   for (int i = 0; i < 16; i++) (i < 8 ? lo : hi)->v[2 * i % 16] = a.v[i], (i < 8 ? lo : hi)->v[2 * i % 16 + 1] = b.v[i];
 }
-#undef DS4_EACH
 #endif
 
 #if DS4_PASS != 3                // AVX-512 adds them before it puts them in order

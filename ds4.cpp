@@ -640,7 +640,7 @@ static inline ActRow act_row(const void* act, size_t n) {
   return {q, q + n_pad, f, f + nb, f + 2 * nb, f + 3 * nb, i, i + nb, i + 2 * nb, e, e + n_pad};
 }
 
-// What kernels keep on the stack, so what a model may have at most.
+// What kernels and LAYER keep on the stack, so what a model may have at most.
 constexpr uint32_t kMaxStreams = 16, kMaxIndexDim = 1024, kMaxRatio = 128, kMaxRot = 1024, kMaxGroups = 256;
 
 // Heads that `attend` computes at once, at most: rows of its scratch.
@@ -1331,7 +1331,7 @@ DS4_INLINE f32x16 zero() { return set1(0.0f); }
 DS4_INLINE f32x16 half_pair(uint16_t lo, uint16_t hi) { const float l = f16_to_f32(lo), h = f16_to_f32(hi); DS4_EACH(f32x16, i < 8 ? l : h); }
 DS4_INLINE f32x16 load(const float* p) { DS4_EACH(f32x16, p[i]); }
 DS4_INLINE f32x16 in_register(f32x16 a) { return a; }                          // for values that are used several times
-DS4_INLINE f32x16 load_partial(const float* p, size_t n) { DS4_EACH(f32x16, size_t(i) < n ? p[i] : 0.0f); }   // n <= 15
+DS4_INLINE f32x16 load_partial(const float* p, size_t n) { DS4_EACH(f32x16, size_t(i) < n ? p[i] : 0.0f); }   // n <= 16
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { DS4_EACH(f32x16, f16_to_f32(p[i])); }
 DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { DS4_EACH(f32x16, f16_to_f32(load_le<uint16_t>(p + size_t(i) * stride))); }
 DS4_INLINE f32x16 load_bf16(const uint16_t* p) { DS4_EACH(f32x16, bf16_to_f32(p[i])); }
@@ -1498,7 +1498,8 @@ DS4_INLINE f32x16 halves(const uint16_t* p, size_t stride, size_t n) {
 }
 template <class B> DS4_INLINE f32x16 d_lanes(const B* b, size_t n) { return halves(&b->d, sizeof(B), n); }
 
-// Scales and minimums of the 16 blocks of two 256-blocks a and b (twice the same where there is one), as far as the type has them.
+// Of the 16 blocks of two 256-blocks a and b (twice the same where there is one), as far as the type has them. e0, e1: scales of
+// their halves; m0, m1: minimums, of their halves or m0 of the whole block.
 struct LaneScales { f32x16 d, e0, e1, m0, m1; };
 #if DS4_PASS == 3
 // These kernels are short of the ports that shuffle and convert. Halves converted from memory need no shuffle, a table makes
@@ -1550,7 +1551,7 @@ DS4_INLINE void split_scales(Group& g) {
   store(g.e1, to_f32(sar<8>(w)));
 }
 
-// Every unpacker: the n blocks at p, n <= 16 of 32 values or n <= 2 of 256; what lies behind them in g is left as it was.
+// Every unpacker: the n blocks at p, n <= 16 of 32 values or n <= 2 of 256; what lies behind them in g may be anything.
 static void unpack_q8_0(const uint8_t* p, size_t n, Group& g) {
   const BlockQ8_0* b = reinterpret_cast<const BlockQ8_0*>(p);
   for (size_t i = 0; i < n; i += 2) store8(g.q + 32 * i, xor8(load8(b[i].q, b[i + 1 < n ? i + 1 : i].q), set1_8(kBias)));
@@ -2152,7 +2153,7 @@ DS4_INLINE void load_scales(const BlockQ4_K* a, const BlockQ4_K* b, LaneScales& 
   f32x16 d, m;
   dm_pairs(a, b, &d, &m);
   g.d = mul(d, to_f32(load_u8(s, s + 8)));
-  g.e0 = mul(m, to_f32(load_u8(s + 16, s + 24)));
+  g.m0 = mul(m, to_f32(load_u8(s + 16, s + 24)));
 }
 // acc + what the sums over values 0-15 and 16-31 of the 16 blocks from b on are worth.
 template <class Block>
@@ -2164,7 +2165,7 @@ DS4_INLINE f32x16 add_sums(f32x16 acc, i32x16 lo, i32x16 hi, const LaneScales& g
     return fma(fma(to_f32(lo), g.e0, mul(to_f32(hi), g.e1)), mul(g.d, load(x.d + b)), acc);
   } else {
     acc = fma(to_f32(add(lo, hi)), mul(g.d, load(x.d + b)), acc);
-    return std::is_same_v<Block, BlockQ4_K> ? fma(g.e0, load(x.md + b), acc) : acc;
+    return std::is_same_v<Block, BlockQ4_K> ? fma(g.m0, load(x.md + b), acc) : acc;
   }
 }
 
@@ -3504,7 +3505,8 @@ static size_t collect(const float* x, size_t n, int32_t first, float cut, int32_
   return k;
 }
 
-// Keeps, in place and in order, the pairs (v, payload) with lo <= v <= hi; returns how many. Both arrays have 16 to spare.
+// Keeps, in place and in order, the pairs (v, payload) with lo <= v <= hi; returns how many. Both arrays have 16 to spare, and
+// lo is above -inf, with which a short vector is filled up.
 template <class T>
 static size_t keep(float* v, T* payload, size_t n, float lo, float hi) noexcept {
   const f32x16 l = set1(lo), h = set1(hi);
@@ -3519,7 +3521,8 @@ static size_t keep(float* v, T* payload, size_t n, float lo, float hi) noexcept 
   return k;
 }
 
-// Returns the sum of w over the elements with v >= cut; *above is the smallest v >= cut, *below the largest v < cut.
+// Returns the sum of w over the elements with v >= cut, which is above -inf; *above is the smallest v >= cut, *below the largest
+// v < cut.
 static uint64_t split(const float* v, const uint64_t* w, size_t n, float cut, float* above, float* below) noexcept {
   const f32x16 c = set1(cut), inf = set1(INFINITY), floor = set1(-INFINITY);
   u64x16 sum = zero_u64();

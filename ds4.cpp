@@ -1908,7 +1908,7 @@ struct RowReader {
 
 // -- dequantise, quantise ----
 
-static void dequantize(Type type, const void* row, float* y, size_t n) {
+static void dequantize(Type type, const void* row, float* y, size_t n) noexcept {
   const uint16_t* h = static_cast<const uint16_t*>(row);
   if (type == Type::F32) { std::memcpy(y, row, 4 * n); return; }
   if (type == Type::F16 || type == Type::BF16) {
@@ -1934,7 +1934,7 @@ static void dequantize(Type type, const void* row, float* y, size_t n) {
 }
 
 // Below 2^-126 the scale has no finite inverse: such blocks become zero.
-static void quantize(const float* x, void* act, size_t n) {
+static void quantize(const float* x, void* act, size_t n) noexcept {
   const size_t n_pad = size_t(align_up(n, 512));
   const ActRow row = act_row(act, n);
   for (size_t i = 0; i < n_pad; i += 32) {
@@ -2730,7 +2730,7 @@ static void matmul_tiles(const Matrix& w, size_t r0, size_t r1, const void* cons
   }
 }
 
-static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
+static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) noexcept {
   using Multiply = void (*)(const Matrix&, size_t, size_t, const void* const*, float* const*, size_t);
   constexpr Multiply kRows[] = {matmul_rows<Kind::kPlain>, matmul_rows<Kind::kSigned>, matmul_rows<Kind::kMin>, matmul_rows<Kind::kMin16>, matmul_rows<Kind::kScaled>};
   constexpr Multiply kTiles[] = {matmul_tiles<Kind::kPlain>, matmul_tiles<Kind::kSigned>, matmul_tiles<Kind::kMin>, matmul_tiles<Kind::kMin16>, matmul_tiles<Kind::kScaled>};
@@ -2878,7 +2878,7 @@ DS4_INLINE void dot_tile(const float* const* w, const float* const* x, size_t k0
 
 // Few tokens read float weights straight from the file. For more, and other types, a few rows become floats, some columns at a
 // time, in the L1 cache, and all tokens of a batch pass over them.
-static void matmul_float(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) {
+static void matmul_float(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out, size_t n) noexcept {
   constexpr size_t kFew = 8;                   // measured up to this
   if (n <= kFew && w.type == Type::F32) return matmul_few<Type::F32>(w, r0, r1, x, out, n);
   if (n <= kFew && w.type == Type::F16) return matmul_few<Type::F16>(w, r0, r1, x, out, n);

@@ -6648,6 +6648,7 @@ struct ChatOptions {
   bool drop_thinking = true;                  // earlier turns lose their reasoning, unless a message carries tools
   bool add_bos = true;
   std::string source = "messages";            // what error messages call the conversation
+  size_t n_before = 0;                        // messages before the first of the source
 };
 
 // True when any message carries tools.
@@ -6720,7 +6721,7 @@ class ChatRenderer {
 
   // A tool result joins the user turn before it, and so does a user message unless that turn carries a task.
   void fold(const Json& m, size_t index) {
-    Turn t{"", &m, index, {}, options_.source + format("[%zu]", index), ""};
+    Turn t{"", &m, index, {}, options_.source + format("[%zu]", index - std::min(index, options_.n_before)), ""};
     m.as_object(t.what);
     t.role = m.string_or("role", "", t.what);
     t.task = m.string_or("task", "", t.what);
@@ -10297,12 +10298,14 @@ static Request one_shot_request(Runtime& rt) {
     r.parse = false;
   } else {
     Json messages = o.messages ? read_json_array(*o.messages) : Json::array();
-    if (o.system) messages = with_system(std::move(messages), *o.system);
     if (text) messages.push(chat_message("user", *text));
+    const size_t n_given = messages.size();
+    if (o.system) messages = with_system(std::move(messages), *o.system);
     if (o.tools) messages = with_tools(std::move(messages), load_tools(*o.tools));
     if (!may_be_empty && messages.size() == 0) fail_usage("%s: no messages", o.messages->c_str());
     ChatOptions c = chat_options(rt, o.think, o.keep_thinking);
     if (o.messages) c.source = *o.messages;
+    c.n_before = messages.size() - n_given;
     r = chat_request(rt, messages, c);
   }
   if (!may_be_empty && r.ids.empty()) fail_usage("the prompt is empty");
@@ -10524,9 +10527,11 @@ static ScriptCase read_case(Runtime& rt, Json json, std::string what, uint32_t d
     if (const Json* m = c.json.find("messages")) messages = m->as_array(what + ": \"messages\"");
     else if (const Json* p = c.json.find("prompt")) messages.push(chat_message("user", p->as_string(what + ": \"prompt\"")));
     else fail("%s: no \"prompt\", \"messages\" or \"tokens_in\"", what.c_str());
+    const size_t n_given = messages.size();
     if (c.json.find("system")) messages = with_system(std::move(messages), c.json.string_or("system", "", what));
     ChatOptions chat = chat_options(rt, think ? (o.think == Think::max ? Think::max : Think::on) : Think::off, o.keep_thinking);
     chat.source = what;
+    chat.n_before = messages.size() - n_given;
     c.request = chat_request(rt, messages, chat);
   }
   if (c.request.ids.empty()) fail("%s: the prompt is empty", what.c_str());

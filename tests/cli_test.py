@@ -187,6 +187,7 @@ def test_tools_are_rendered_and_parsed():
     for bad, needle in (("[{}]", 'bad3.json[0] has no "function"'), ('[{"name": "f"}, 3]', "bad3.json[1] must be an object"),
                         ('[{"function": "f"}]', 'bad3.json[0]: "function" must be an object')):
         fails(ds4("--tools", path("bad3.json", bad), "-p", "x"), 1, needle)
+    fails(ds4("-sys", "s", "--tools", tools, "--messages", path("roles.json", '[{"role": 1}]')), 1, 'roles.json[0]: "role" must be')
 
 
 # -- bad input and bad usage ----

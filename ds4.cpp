@@ -648,7 +648,7 @@ constexpr size_t kAttendHeads = 8;
 
 // Attention of some query heads over one list of cached rows.
 struct AttendArgs {
-  const float* q;                  // [n_head][dim], readable to 15 floats past its end
+  const float* q;                  // [n_head][dim]
   size_t n_head, dim;
   const void* const* rows;         // n_rows cached rows
   size_t n_rows;
@@ -3038,7 +3038,7 @@ static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, v
 // AVX-512: 4 x 4 58, 8 x 2 63, 8 x 3 66; AVX2: 4 x 4 30, 2 x 3 31, 2 x 2 35, 4 x 1 40. NEON is not measured.
 static_assert(kFloatRows <= int(kAttendHeads), "scratch");
 
-// scores[h][i] = scale q_h . row_i for kH heads and kR rows; q [kH][dim], reads up to 15 floats past the last head.
+// scores[h][i] = scale q_h . row_i for kH heads and kR rows; q [kH][dim].
 template <Type type, int kH, int kR>
 static inline void score_tile(const float* q, const void* const* rows, size_t dim, float scale, float* scores, size_t stride) {
   f32x16 acc[kH][kR];
@@ -3047,17 +3047,20 @@ static inline void score_tile(const float* q, const void* const* rows, size_t di
     DS4_UNROLL
     for (int r = 0; r < kR; r++) acc[h][r] = zero();
   }
-  for (size_t k = 0; k < dim; k += 16) {
+  auto step = [&](size_t k, auto load_q) __attribute__((always_inline)) {
     f32x16 w[kR];
     DS4_UNROLL
     for (int r = 0; r < kR; r++) w[r] = in_register(load_row<type>(rows[r], k));
     DS4_UNROLL
     for (int h = 0; h < kH; h++) {
-      const f32x16 v = in_register(load(q + size_t(h) * dim + k));
+      const f32x16 v = in_register(load_q(q + size_t(h) * dim + k));
       DS4_UNROLL
       for (int r = 0; r < kR; r++) acc[h][r] = fma(v, w[r], acc[h][r]);
     }
-  }
+  };
+  size_t k = 0;
+  for (; k + 16 <= dim; k += 16) step(k, [](const float* p) { return load(p); });
+  if (k < dim) step(k, [&](const float* p) { return load_partial(p, dim - k); });
   DS4_UNROLL
   for (int h = 0; h < kH; h++) {
     DS4_UNROLL

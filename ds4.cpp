@@ -2102,15 +2102,6 @@ static void matmul_rows(const Matrix& w, size_t r0, size_t r1, const void* const
   });
 }
 
-// acc[t] + the last, shorter group i of a row, through a Group.
-template <Kind kind>
-static void add_short_group(const RowReader& reader, const uint8_t* row, size_t i, const void* const* x, size_t n, f32x16* acc) {
-  Group g = {};
-  reader.unpack(row, i, g);
-  for (size_t t = 0; t < n; t++)
-    acc[t] = first_of(add_group<kind>(acc[t], g, reader.format.offset, act_row(x[t], reader.cols), 16 * i), reader.elems(i) / 32, acc[t]);
-}
-
 // Q8_0 straight from the file.
 template <bool kOne>
 static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
@@ -2118,7 +2109,12 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
   const RowReader reader(w.type, w.cols);
   const size_t full = w.cols / 512;
   for_rows<kOne>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
-    if (i == full) return add_short_group<kInt8>(reader, row, i, x, n, acc);
+    if (i == full) {                             // the last, shorter group
+      Group g = {};
+      reader.unpack(row, i, g);
+      for (size_t t = 0; t < n; t++) acc[t] = first_of(add_group<kInt8>(acc[t], g, kBias, act_row(x[t], w.cols), 16 * i), reader.elems(i) / 32, acc[t]);
+      return;
+    }
     const uint8_t* p = row + i * (16 * sizeof(BlockQ8_0));
     const f32x16 d = d_lanes(reinterpret_cast<const BlockQ8_0*>(p), 16);
     for (size_t t = 0; t < n; t++) {
@@ -2310,7 +2306,8 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow&
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }
 #elif DS4_PASS == 3
-// Weights plus kBias of IQ2_XXS; times 2^field_shifts of Q2_K and Q4_K.
+struct BlockMXFP4x8 { BlockMXFP4 b[8]; };      // as other types have them: 256 values
+// Weights plus kBias of IQ2_XXS, plus 12 of MXFP4; times 2^field_shifts of Q2_K and Q4_K.
 template <class Block>
 struct LaneGroup {
   __m512i w[8];
@@ -2407,6 +2404,28 @@ DS4_INLINE void load_lanes(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneGroup<B
   load_scales(a, b, g.scales);
 }
 
+DS4_INLINE void load_lanes(const BlockMXFP4x8* a, const BlockMXFP4x8* b, LaneGroup<BlockMXFP4x8>& g) {
+  const __m512i values = _mm512_broadcast_i32x4(load128(kFp4Bytes.data())), nibble = _mm512_set1_epi8(15);
+  alignas(16) uint8_t e[16];
+  __m512i q[4], half[4], word[4];
+  for (size_t k = 0; k < 8; k++) e[k] = a->b[k].e, e[8 + k] = b->b[k].e;
+  DS4_UNROLL
+  for (int k = 0; k < 4; k++) {                                        // blocks k, 4 + k of a, of b
+    q[k] = _mm512_inserti32x4(_mm512_castsi128_si512(load128(a->b[k].q)), load128(a->b[4 + k].q), 1);
+    q[k] = _mm512_inserti32x4(_mm512_inserti32x4(q[k], load128(b->b[k].q), 2), load128(b->b[4 + k].q), 3);
+  }
+  DS4_UNROLL
+  for (int k = 0; k < 2; k++) half[k] = _mm512_unpacklo_epi32(q[2 * k], q[2 * k + 1]), half[2 + k] = _mm512_unpackhi_epi32(q[2 * k], q[2 * k + 1]);
+  DS4_UNROLL
+  for (int k = 0; k < 2; k++) word[2 * k] = _mm512_unpacklo_epi64(half[2 * k], half[2 * k + 1]), word[2 * k + 1] = _mm512_unpackhi_epi64(half[2 * k], half[2 * k + 1]);
+  DS4_UNROLL
+  for (int k = 0; k < 4; k++) {
+    g.w[k] = _mm512_shuffle_epi8(values, _mm512_and_si512(word[k], nibble));
+    g.w[4 + k] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(word[k], 4), nibble));
+  }
+  g.scales.d = fp4_scales(e);
+}
+
 // acc + the 16 blocks from b on times the activations.
 template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
@@ -2414,6 +2433,7 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow&
   __m512i lo = _mm512_setzero_si512(), hi = lo;
   if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) lo = load512(x.c + b);                                // -kBias * sum
   if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = _mm512_srai_epi32(load512(x.c + b), 7);            // -sum
+  if constexpr (std::is_same_v<Block, BlockMXFP4x8>) lo = _mm512_mullo_epi32(_mm512_srai_epi32(load512(x.c + b), 7), _mm512_set1_epi32(12));
   DS4_UNROLL
   for (int t = 0; t < 4; t++) lo = _mm512_dpbusd_epi32(lo, g.w[t], load512(q + 64 * t));
   DS4_UNROLL
@@ -2439,49 +2459,6 @@ static void matmul_rows_lanes(const Matrix& w, size_t r0, size_t r1, const void*
     for (size_t t = 0; t < n; t++) {
       const f32x16 sum = add_lanes<Block>(acc[t], g, act_row(x[t], w.cols), 16 * i);
       acc[t] = both ? sum : first_of(sum, 8, acc[t]);
-    }
-  });
-}
-#endif
-
-#if DS4_PASS == 3
-// MXFP4: the 16 blocks of 512 columns in lanes.
-template <bool kOne>
-static void matmul_rows_mxfp4(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
-  const size_t n = kOne ? 1 : n_tokens;
-  const RowReader reader(w.type, w.cols);
-  const size_t full = w.cols / 512;
-  const __m512i values = _mm512_broadcast_i32x4(load128(kFp4Bytes.data())), nibble = _mm512_set1_epi8(15), offset = _mm512_set1_epi32(reader.format.offset);
-  for_rows<kOne>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
-    if (i == full) return add_short_group<Kind::kPlain>(reader, row, i, x, n, acc);
-    const BlockMXFP4* b = reinterpret_cast<const BlockMXFP4*>(row) + 16 * i;
-    alignas(16) uint8_t e[16];
-    __m512i q[4], half[4], word[4], v[8];
-    for (size_t k = 0; k < 16; k++) e[k] = b[k].e;
-    DS4_UNROLL
-    for (int k = 0; k < 4; k++) {                                    // blocks k, 4 + k, 8 + k, 12 + k
-      q[k] = _mm512_inserti32x4(_mm512_castsi128_si512(load128(b[k].q)), load128(b[4 + k].q), 1);
-      q[k] = _mm512_inserti32x4(_mm512_inserti32x4(q[k], load128(b[8 + k].q), 2), load128(b[12 + k].q), 3);
-    }
-    DS4_UNROLL
-    for (int k = 0; k < 2; k++) half[k] = _mm512_unpacklo_epi32(q[2 * k], q[2 * k + 1]), half[2 + k] = _mm512_unpackhi_epi32(q[2 * k], q[2 * k + 1]);
-    DS4_UNROLL
-    for (int k = 0; k < 2; k++) word[2 * k] = _mm512_unpacklo_epi64(half[2 * k], half[2 * k + 1]), word[2 * k + 1] = _mm512_unpackhi_epi64(half[2 * k], half[2 * k + 1]);
-    DS4_UNROLL
-    for (int k = 0; k < 4; k++) {
-      v[k] = _mm512_shuffle_epi8(values, _mm512_and_si512(word[k], nibble));
-      v[4 + k] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(word[k], 4), nibble));
-    }
-    const f32x16 d = fp4_scales(e);
-    for (size_t t = 0; t < n; t++) {
-      const ActRow a = act_row(x[t], w.cols);
-      __m512i lo = _mm512_mullo_epi32(_mm512_srai_epi32(load512(a.c + 16 * i), 7), offset), hi = _mm512_setzero_si512();
-      DS4_UNROLL
-      for (int k = 0; k < 4; k++) {
-        lo = _mm512_dpbusd_epi32(lo, v[k], load512(a.qt + 512 * i + 64 * k));
-        hi = _mm512_dpbusd_epi32(hi, v[4 + k], load512(a.qt + 512 * i + 64 * (4 + k)));
-      }
-      acc[t] = fma(to_f32(i32x16{_mm512_add_epi32(lo, hi)}), mul(d, load(a.d + 16 * i)), acc[t]);
     }
   });
 }
@@ -2755,7 +2732,9 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
     case Type::IQ1_M: return grid(BlockIQ1_M{});
 #if DS4_PASS == 3
     case Type::IQ2_XXS: return lanes(BlockIQ2_XXS{});
-    case Type::MXFP4: return (n == 1 ? matmul_rows_mxfp4<true> : matmul_rows_mxfp4<false>)(w, r0, r1, x, out, n);
+    case Type::MXFP4:
+      if (w.cols % 256 != 0) break;
+      return lanes(BlockMXFP4x8{});
 #else
     case Type::IQ2_XXS: return grid(BlockIQ2_XXS{});
 #endif

@@ -821,7 +821,6 @@ DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)};
 DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 DS4_INLINE i32x16 and_bits(i32x16 a, uint32_t bits) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(int(bits)))}; }
 DS4_INLINE i32x16 or_(i32x16 a, i32x16 b) { return {_mm512_or_si512(a.v, b.v)}; }
-DS4_INLINE i32x16 xor_(i32x16 a, i32x16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 template <int k> DS4_INLINE i32x16 shl(i32x16 a) { return {_mm512_slli_epi32(a.v, k)}; }
 template <int k> DS4_INLINE i32x16 shr(i32x16 a) { return {_mm512_srli_epi32(a.v, k)}; }
 template <int k> DS4_INLINE i32x16 sar(i32x16 a) { return {_mm512_srai_epi32(a.v, k)}; }
@@ -1001,7 +1000,6 @@ DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_add_epi32(a.
 DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_sub_epi32(a.v[i], b.v[i])); }
 DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_mullo_epi32(a.v[i], b.v[i])); }
 DS4_INLINE i32x16 or_(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_or_si256(a.v[i], b.v[i])); }
-DS4_INLINE i32x16 xor_(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_xor_si256(a.v[i], b.v[i])); }
 DS4_INLINE i32x16 and_bits(i32x16 a, uint32_t bits) { DS4_EACH(i32x16, _mm256_and_si256(a.v[i], _mm256_set1_epi32(int(bits)))); }
 template <int k> DS4_INLINE i32x16 shl(i32x16 a) { DS4_EACH(i32x16, _mm256_slli_epi32(a.v[i], k)); }
 template <int k> DS4_INLINE i32x16 shr(i32x16 a) { DS4_EACH(i32x16, _mm256_srli_epi32(a.v[i], k)); }
@@ -1221,7 +1219,6 @@ DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { DS4_EACH(i32x16, vsubq_s32(a.v[i], b
 DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { DS4_EACH(i32x16, vmulq_s32(a.v[i], b.v[i])); }
 DS4_INLINE i32x16 and_bits(i32x16 a, uint32_t bits) { DS4_EACH(i32x16, vandq_s32(a.v[i], vdupq_n_s32(int32_t(bits)))); }
 DS4_INLINE i32x16 or_(i32x16 a, i32x16 b) { DS4_EACH(i32x16, vorrq_s32(a.v[i], b.v[i])); }
-DS4_INLINE i32x16 xor_(i32x16 a, i32x16 b) { DS4_EACH(i32x16, veorq_s32(a.v[i], b.v[i])); }
 template <int k> DS4_INLINE i32x16 shl(i32x16 a) { DS4_EACH(i32x16, vshlq_n_s32(a.v[i], k)); }
 template <int k> DS4_INLINE i32x16 shr(i32x16 a) { DS4_EACH(i32x16, vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a.v[i]), k))); }
 template <int k> DS4_INLINE i32x16 sar(i32x16 a) { DS4_EACH(i32x16, vshrq_n_s32(a.v[i], k)); }
@@ -1374,7 +1371,6 @@ DS4_INLINE i32x16 sub(i32x16 a, i32x16 b) { DS4_EACH(i32x16, a.v[i] - b.v[i]); }
 DS4_INLINE i32x16 mul(i32x16 a, i32x16 b) { DS4_EACH(i32x16, a.v[i] * b.v[i]); }
 DS4_INLINE i32x16 and_bits(i32x16 a, uint32_t bits) { DS4_EACH(i32x16, int32_t(uint32_t(a.v[i]) & bits)); }
 DS4_INLINE i32x16 or_(i32x16 a, i32x16 b) { DS4_EACH(i32x16, a.v[i] | b.v[i]); }
-DS4_INLINE i32x16 xor_(i32x16 a, i32x16 b) { DS4_EACH(i32x16, a.v[i] ^ b.v[i]); }
 template <int k> DS4_INLINE i32x16 shl(i32x16 a) { DS4_EACH(i32x16, int32_t(uint32_t(a.v[i]) << k)); }
 template <int k> DS4_INLINE i32x16 shr(i32x16 a) { DS4_EACH(i32x16, int32_t(uint32_t(a.v[i]) >> k)); }
 template <int k> DS4_INLINE i32x16 sar(i32x16 a) { DS4_EACH(i32x16, a.v[i] >> k); }
@@ -5446,7 +5442,7 @@ void Vocab::load_specials(const Gguf& file) {
   const auto token_id = [&](const char* key) {
     const auto id = file.find_uint(key);
     if (id && *id >= texts_.size()) {
-      fail("%s: %s is %llu, expected below the %zu tokens", file.path().c_str(), key, (unsigned long long)*id, texts_.size());
+      fail("%s: %s is %llu, expected below the %zu tokens", file.path().c_str(), key, ull(*id), texts_.size());
     }
     return id ? int32_t(*id) : -1;
   };
@@ -9016,7 +9012,7 @@ class Session {
   // What helps when the context is too small.
   std::string room_for_more() const {
     const uint64_t most = engine_.model().shape.n_ctx_train;
-    return engine_.ctx() < most ? format("--ctx, in a chat /ctx, allows up to %llu", (unsigned long long)most) : std::string("the model has no larger one");
+    return engine_.ctx() < most ? format("--ctx, in a chat /ctx, allows up to %llu", ull(most)) : std::string("the model has no larger one");
   }
 
   // Brings the cache to exactly `prompt` and leaves the logits of its last token. Only what follows the longest

@@ -2925,13 +2925,14 @@ static void hc_mix(const float* H, const float* pre, size_t n_hc, float* y, size
 // H'[k][d] = post[k] out[d] + sum_j C[j][k] H[j][d], in place; H [n_hc][n], C [n_hc][n_hc], n_hc <= kMaxStreams.
 static void hc_update(float* H, const float* out, const float* post, const float* C, size_t n_hc, size_t n) noexcept {
   for (size_t i = 0; i < n; i += 16) {
+    const size_t m = std::min<size_t>(16, n - i);
     f32x16 old[kMaxStreams];
-    for (size_t j = 0; j < n_hc; j++) old[j] = load_upto(H + j * n + i, n - i);
-    const f32x16 o = load_upto(out + i, n - i);
+    for (size_t j = 0; j < n_hc; j++) old[j] = load_upto(H + j * n + i, m);
+    const f32x16 o = load_upto(out + i, m);
     for (size_t k = 0; k < n_hc; k++) {
       f32x16 acc = mul(set1(post[k]), o);
       for (size_t j = 0; j < n_hc; j++) acc = fma(set1(C[j * n_hc + k]), old[j], acc);
-      store_upto(H + k * n + i, n - i, acc);
+      store_upto(H + k * n + i, m, acc);
     }
   }
 }

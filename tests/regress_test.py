@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The regression run: every case of tests/regress/*.jsonl, and one hash on every instruction set and thread count.
+"""The regression run: every case of tests/regress/*.jsonl, and one hash on every instruction set and thread count; and that
+the places which regress/mutants.py breaks are still there.
 Closes with "N passed, M failed" (Python standard library only).
 
     tests/regress_test.py ./ds4 tests/data/nano.gguf
@@ -17,6 +18,9 @@ import subprocess
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, "regress"))
+from mutants import MUTANTS, broken_source
+
 LONG = "_long.jsonl"
 RUN = shlex.split(os.environ.get("DS4_RUN", ""))
 
@@ -57,7 +61,9 @@ def main():
     ds4, model = sys.argv[1:3]
     version = subprocess.run([*RUN, ds4, "--version"], stdout=subprocess.PIPE, check=True, text=True).stdout
     isas = re.search(r"\((.*)\)", version).group(1).split(", ")
-    total = [0, 0]
+    with open(os.path.join(os.path.dirname(HERE), "ds4.cpp"), encoding="utf-8") as f:
+        broken_source(f.read(), MUTANTS)             # stops if a place that mutants.py breaks is gone
+    total = [1, 0]
     for f, options in jobs(isas):
         for i, n in enumerate(run(ds4, model, f, options)):
             total[i] += n

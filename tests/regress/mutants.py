@@ -19,20 +19,20 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 MUTANTS = [
     ("dense int8", "scale of the next block", "acc = fma(sum, mul(load(g.d), load(x.d + b)), acc);", "sum", "neg(sum)"),
     ("dense int8", "rows of a tile exchanged", "const uint8_t* row = w.data + std::min(r + k, r1 - 1) * w.stride;\n      const uint8_t* next", "r + k", "r + (k ^ 1)"),
-    ("float rows", "sign of a product", "const f32x16 m = in_register(L::at(row[i] + k));", "L::at(row[i] + k)", "neg(L::at(row[i] + k))"),
+    ("float rows", "sign of a product", "const f32x16 m = in_register(load_row<type>(row[i], k));", "load_row<type>(row[i], k)", "neg(load_row<type>(row[i], k))"),
     ("routed experts", "sigmoid of -u in SwiGLU", "exp(neg(u))", "neg(u)", "u"),
     ("routed experts", "weight of the first expert for all", "ws.expert_weight[p], shape.ff", "ws.expert_weight[p]", "ws.expert_weight[t * K]"),
-    ("routed experts", "selection bias subtracted", "g[e] + w.probs_bias[size_t(e)] >", "w.probs_bias[size_t(e)]", "-w.probs_bias[size_t(e)]"),
+    ("routed experts", "selection bias subtracted", "const float score = g[e] + w.probs_bias[e];", "w.probs_bias[e]", "-w.probs_bias[e]"),
     ("routed experts", "hash table of the span's first token", "size_t(span.tokens[t]) * K", "span.tokens[t]", "span.tokens[0]"),
-    ("compressor", "softmax of -z", "const f32x16 e = exp(sub(load_partial(z[t] + d, m), top));", "sub(load_partial(z[t] + d, m), top)", "sub(top, load_partial(z[t] + d, m))"),
-    ("compressor", "position bias of the next slot", "const size_t slot = (pos + t) % r;", "pos + t", "pos + t + 1"),
-    ("compressor", "halves exchanged", "r == 4 && p >= block * r ? dim : 0", "p >= block * r", "p < block * r"),
-    ("compressor", "ring one slot off at a chunk's end", "ring + size_t(p % c.state_rows) * width;", "p % c.state_rows", "(p + 1) % c.state_rows"),
+    ("compressor", "softmax of -z", "const f32x16 e = exp(sub(load_upto(z[t] + d, m), top));", "sub(load_upto(z[t] + d, m), top)", "sub(top, load_upto(z[t] + d, m))"),
+    ("compressor", "position bias of the next slot", "(pos + t) % r * parts[i].width", "pos + t", "pos + t + 1"),
+    ("compressor", "halves exchanged", "r == 4 && p >= block * r ? part.dim : 0", "p >= block * r", "p < block * r"),
+    ("compressor", "ring one slot off at a chunk's end", "kept = size_t(p % c.state_rows) * part.width;", "p % c.state_rows", "(p + 1) % c.state_rows"),
     ("compressor", "waiting rows one slot off", "slot = p % kMaxWaiting;", "p % kMaxWaiting", "(p + 1) % kMaxWaiting"),
     ("compressor", "a rewound row still waits", "c.waiting = std::min(c.waiting, span.pos);", "std::min(c.waiting, span.pos)", "c.waiting"),
     ("indexer", "negative part of q.row", "total[r] = fma(w0, max(acc[r][0], zero()), total[r]);", "max(acc[r][0], zero())", "min(acc[r][0], zero())"),
-    ("indexer", "lowest scores chosen", "return x != y ? x > y : a < b;", "x > y", "x < y"),
-    ("indexer", "Hadamard sign of stored rows", "y[j] = a + b; y[j + h] = a - b;", "a - b", "b - a"),
+    ("indexer", "lowest scores chosen", "return u & 0x80000000u ? ~u : u | 0x80000000u;", "u & 0x80000000u ? ~u : u | 0x80000000u", "u & 0x80000000u ? u : ~(u | 0x80000000u)"),
+    ("indexer", "sign of every other entry of stored rows", "f32_to_f16(y[16 * i]) : uint16_t(0);", "y[16 * i]", "i & 1 ? -y[16 * i] : y[16 * i]"),
     ("indexer", "selection of the next token", "const uint32_t* selected = ws.selected + t * shape.idx_top_k;", "t * shape.idx_top_k", "(t ^ 1) * shape.idx_top_k"),
     ("attention", "sign of the scores", "1.0f / std::sqrt(float(D)),\n", "std::sqrt(float(D))", "-std::sqrt(float(D))"),
     ("attention", "sign of the sink", "store(sink, exp(set1(a.sinks[h0 + size_t(h)] - m)));", "a.sinks[h0 + size_t(h)]", "-a.sinks[h0 + size_t(h)]"),
@@ -41,8 +41,8 @@ MUTANTS = [
     ("HC", "mixing matrix transposed", "set1(C[j * n_hc + k])", "C[j * n_hc + k]", "C[k * n_hc + j]"),
     ("HC", "one Sinkhorn round fewer", "for (uint32_t it = 1; it < s.sinkhorn_iters; it++)", "it < s.sinkhorn_iters", "it + 1 < s.sinkhorn_iters"),
     ("HC", "sign of the post base", "hc.base[S + i]));", "hc.base[S + i]", "-hc.base[S + i]"),
-    ("head", "sign of the base", "inv * hc.scale[0] + hc.base[s])) + shape.hc_eps", "hc.base[s]", "-hc.base[s]"),
-    ("head", "norm of the first layer", "model.output_norm.data()", "model.output_norm.data()", "model.layers[0].attn_norm.data()"),
+    ("head", "sign of the base", "pre[i] = float(sigmoid_f64(mix[i] * hc.scale[0] + hc.base[i])) + eps;", "hc.base[i]", "hc.fn.rows == S ? -hc.base[i] : hc.base[i]"),
+    ("head", "norm of the first layer", "r.hc_pre(r.model.hc_head, r.model.output_norm, span.first, span);", "r.model.output_norm", "r.model.layers[0].attn_norm"),
     ("norm", "eps subtracted", "sum_squares(x, n) / float(n) + eps", "eps", "-eps"),
     ("norm", "mean over n - 1", "sum_squares(x, n) / float(n) + eps", "float(n)", "float(n - 1)"),
     ("RoPE", "sign of a sine", "x[2 * i] = a * c - b * s;", "b * s", "-b * s"),
@@ -50,7 +50,7 @@ MUTANTS = [
     ("RoPE", "compressed rows at the block's end", "angles(r, block * r, cs);", "block * r", "block * r + r - 1"),
     ("RoPE", "plain frequencies in compressed layers", "angles(4, span.pos + t,", "4", "0"),
     ("RoPE", "indexer queries not turned", "rope_row(4, t), 1.0f, shape.n_rot", "1.0f", "-1.0f"),
-    ("cached rows", "FP8 range of E5M2's half", "const f32x16 top = set1(448.0f), floor_binade", "448.0f", "240.0f"),
+    ("cached rows", "FP8 range of E5M2's half", "load_upto(x + i, end - i), inv), 448.0f, 0x1p-6f", "448.0f", "240.0f"),
 ]
 SAYS = {"text", "facts", "tokens_out", "finish"}
 
@@ -122,4 +122,5 @@ def main():
         print("| %s | %s | %d | %d | %s |" % (family, what, len(said), len(failed), said[0] if said else "hashes only" if failed else "**nothing**"), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1929,7 +1929,7 @@ static void dequantize(Type type, const void* row, float* y, size_t n) noexcept 
   }
 }
 
-// Below 2^-126 the scale has no finite inverse: such blocks become zero.
+// Below 2^-126 the scale has no finite inverse: such blocks become zero. A block with a NaN or an infinity becomes NaN.
 static void quantize(const float* x, void* act, size_t n) noexcept {
   const size_t n_pad = size_t(align_up(n, 512));
   const ActRow row = act_row(act, n);
@@ -1941,12 +1941,14 @@ static void quantize(const float* x, void* act, size_t n) noexcept {
     const f32x16 inverse = set1(normal ? 127.0f / amax : 0.0f);
     float sum[2];
     for (size_t j = 0; j < 2; j++) {
-      a[j] = min(max(nearest(mul(a[j], inverse)), set1(-127.0f)), set1(127.0f));
-      store_i8(row.q + i + 16 * j, a[j]);
+      a[j] = nearest(mul(a[j], inverse));
+      store_i8(row.q + i + 16 * j, min(max(a[j], set1(-127.0f)), set1(127.0f)));
       sum[j] = reduce_add(a[j]);
     }
     const size_t b = i / 32;
-    const float d = normal ? scale : 0.0f;
+    const bool number = sum[0] - sum[1] == sum[0] - sum[1];
+    const float d = !number ? NAN : normal ? scale : 0.0f;
+    if (!number) sum[0] = sum[1] = 0;
     row.d[b] = d;
     row.md_lo[b] = -(d * sum[0]);
     row.md_hi[b] = -(d * sum[1]);

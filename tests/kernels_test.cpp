@@ -350,6 +350,19 @@ TEST_P(KernelsTest, NanStaysNan) {
     k.index_query(x.data(), 1, kDim, false, qt.data());
     for (size_t i = 0; i < qt.size(); i++) EXPECT_EQ(std::isnan(qt[i]), i % 16 == 0) << i;
 
+    for (const float bad : {nan, INFINITY, -INFINITY}) {               // quantised too: else weights would make a number of it
+      x[kAt] = bad;
+      std::vector<float> y(4);
+      AlignedBuffer<uint8_t> act(act_bytes(kDim));
+      std::vector<uint8_t> q8(kDim / 32 * sizeof(BlockQ8_0), 1);
+      k.quantize(x.data(), act.data(), kDim);
+      const void* acts = act.data();
+      float* out = y.data();
+      k.matmul_int8({Type::Q8_0, q8.data(), q8.size(), 1, kDim}, 0, 1, &acts, &out, 1);
+      EXPECT_TRUE(std::isnan(y[0])) << bad;
+    }
+    x[kAt] = nan;
+
     for (float clamp : {0.0f, 7.0f}) {
       std::vector<float> gate = x, up = plain;
       k.swiglu(gate.data(), up.data(), clamp, 1.0f, kDim);

@@ -116,7 +116,7 @@ TEST(Glyphs, StepsOverMarksAndWideCharacters) {
 // -- session ----
 
 struct NanoRun {
-  Gguf file{data_path("nano.gguf")};
+  Gguf file;
   Vocab vocab{file};
   Tokenizer tokenizer{vocab};
   Model model = load_model(file);
@@ -129,7 +129,7 @@ struct NanoRun {
     o.threads = 1;
     return o;
   }
-  NanoRun() : engine(model, options()), session(engine, vocab, &stop) {}
+  explicit NanoRun(const std::string& path = data_path("nano.gguf")) : file(path), engine(model, options()), session(engine, vocab, &stop) {}
   std::vector<int32_t> prompt(std::string_view text) {
     const Prompt p = render_chat(Json::array().push(chat_message("user", text)), ChatOptions{false});
     std::vector<int32_t> ids;
@@ -223,6 +223,24 @@ TEST(Session, EndsForEveryReason) {
   EXPECT_EQ(run.ask(ids).reply.text, "Hello! How can I help you today?");
   EXPECT_NE(error_of([&] { run.ask(std::vector<int32_t>(700, 5)); }), "");
   EXPECT_NE(error_of([&] { run.ask({}); }), "");
+}
+
+TEST(Session, BrokenWeightsEndInAFault) {
+  std::string bytes = read_binary(data_path("nano.gguf"));
+  {
+    const Gguf file(data_path("nano.gguf"));
+    const Tensor* router = file.find_tensor("blk.3.ffn_gate_inp.weight");
+    ASSERT_TRUE(router && router->type == Type::F16);
+    const size_t at = bytes.find(std::string(reinterpret_cast<const char*>(router->data), 64));
+    ASSERT_NE(at, std::string::npos);
+    bytes.replace(at, 2, "\xff\x7f");                        // a NaN
+  }
+  const std::string path = build_path("nan_router.gguf");
+  std::ofstream(path, std::ios::binary) << bytes;
+  NanoRun run(path);
+  const Answer a = run.ask(run.prompt("Hello"));
+  EXPECT_EQ(a.finish, Finish::fault);
+  EXPECT_TRUE(a.tokens.empty());
 }
 
 TEST(Session, ComparesWithExpectedTokens) {

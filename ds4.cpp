@@ -910,7 +910,8 @@ template <bool kSigned, int kStride = 32> DS4_INLINE i32x16 dot_blocks(const voi
   return block_order(_mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd)));
 }
 template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) { return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(load_le<int32_t>(x)))}; }
-// For lanes of words, AVX-512 and AVX2 only. unzip: w[0], w[1] = the first, second words of the quad words of lane 0 of a, of b, lane 1 of a ..
+// For lanes of words, AVX-512 and AVX2 only. unzip: w[0], w[1] = the first, second words of the quad words of lane 0 of a, of b,
+// lane 1 of a ..
 DS4_INLINE i8x64 join(__m256i a, __m256i b) { return {_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)}; }
 DS4_INLINE void unzip(i8x64 a, i8x64 b, i8x64* w) {
   const __m512 u = _mm512_castsi512_ps(a.v), v = _mm512_castsi512_ps(b.v);
@@ -1475,7 +1476,8 @@ DS4_INLINE f32x16 exp(f32x16 x) {
 
 // Sixteen blocks of 32 values; value i of block b is
 //   d[b] * s * (q[32b + i] - offset) - m,   offset from the type's Format, and by its kind
-//   kPlain, kSigned: s = 1, m = 0   kMin: m = e0[b]   kMin16: m = e0[b] for i < 16, else e1[b]   kScaled: s = e0[b] or e1[b], m = 0.
+//   kPlain, kSigned: s = 1, m = 0   kMin: m = e0[b]   kMin16: m = e0[b] for i < 16, else e1[b]
+//   kScaled: s = e0[b] or e1[b], m = 0.
 // d * s * (q - offset) is exact in float. q are unsigned bytes below 128, but int8 in kSigned formats, whose offset is 0, and
 // any unsigned byte where the offset is kBias.
 struct Group {
@@ -2982,15 +2984,16 @@ static void store_plain_row(const float* x, size_t dim, void* row) {
   std::memset(static_cast<float*>(row) + dim, 0, (size_t(align_up(dim, 16)) - dim) * sizeof(float));
 }
 
-// v rounded to a number of few bits, ties to even, at most +-top; NaN stays. least: the smallest normal one; magic = 1.5 * 2^(23 - m)
-// for m bits of fraction. The last bit of c is worth the distance between such numbers at v, so adding c rounds.
+// v rounded to a number of few bits, ties to even, at most +-top; NaN stays. least: the smallest normal one;
+// magic = 1.5 * 2^(23 - m) for m bits of fraction. The last bit of c is worth the distance between such numbers at v, so
+// adding c rounds.
 DS4_INLINE f32x16 round_to(f32x16 v, float top, float least, float magic) {
   const f32x16 a = min(set1(top), abs(v)), c = mul(max(and_bits(a, 0x7f800000u), set1(least)), set1(magic));
   return copysign(sub(add(a, c), c), v);
 }
 
-// Writes one cached row of dim entries. plain: float32. Otherwise half, after FP8 E4M3 rounding of the first dim - n_rot entries in blocks of 64 with
-// power-of-two scales.
+// Writes one cached row of dim entries. plain: float32. Otherwise half, after FP8 E4M3 rounding of the first dim - n_rot
+// entries in blocks of 64 with power-of-two scales.
 static void store_kv_row(const float* x, size_t dim, size_t n_rot, bool plain, void* row) noexcept {
   if (plain) return store_plain_row(x, dim, row);
   uint16_t* out = static_cast<uint16_t*>(row);
@@ -3134,8 +3137,9 @@ static void compress(const float* const* k, const float* const* z, size_t n_slot
   }
 }
 
-// Indexer queries of one token, [n_head][dim] -> [dim][align_up(n_head, 16)] so that heads lie in lanes, padding heads zero. Unless plain:
-// an orthonormal Walsh-Hadamard transform in natural order, then FP4 E2M1 in blocks of 32 with power-of-two scales.
+// Indexer queries of one token, [n_head][dim] -> [dim][align_up(n_head, 16)] so that heads lie in lanes, padding heads zero.
+// Unless plain: an orthonormal Walsh-Hadamard transform in natural order, then FP4 E2M1 in blocks of 32 with power-of-two
+// scales.
 static void index_query(const float* q, size_t n_head, size_t dim, bool plain, float* qt) noexcept {
   const size_t width = size_t(align_up(n_head, 16));
   for (size_t k = 0; k < dim; k++)
@@ -3557,7 +3561,7 @@ DS4_TARGET_POP
 namespace ds4 {
 
 // The tables this CPU can run: scalar first, the fastest last. All give the same bits.
-[[maybe_unused]] static std::vector<const Kernels*> usable_kernels() {
+static std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> all{&scalar::kernels};
 #if defined(DS4_SCALAR_ONLY)
 #elif defined(__aarch64__)
@@ -3572,10 +3576,10 @@ namespace ds4 {
 #endif
   return all;
 }
-[[maybe_unused]] static const Kernels* best_kernels() { return usable_kernels().back(); }
+static const Kernels* best_kernels() { return usable_kernels().back(); }
 
 // Null: no such ISA, or not on this CPU.
-[[maybe_unused]] static const Kernels* find_kernels(std::string_view isa) {
+static const Kernels* find_kernels(std::string_view isa) {
   for (const Kernels* k : usable_kernels())
     if (isa == k->name) return k;
   return nullptr;
@@ -8345,7 +8349,7 @@ struct SamplerParams {
 };
 
 // "temp,top-k" -> stages. Throws a usage error naming the word that is wrong.
-[[maybe_unused]] static StageList parse_samplers(std::string_view list) {
+static StageList parse_samplers(std::string_view list) {
   StageList stages;
   stages.n = 0;
   for (size_t begin = 0; begin <= list.size();) {
@@ -8727,7 +8731,7 @@ class Sampler {
 };
 
 // True when the last span of at least 8 tokens stands `times` times in a row at the end of ids[0..n).
-[[maybe_unused]] static bool ends_in_loop(const int32_t* ids, size_t n, size_t times) {
+static bool ends_in_loop(const int32_t* ids, size_t n, size_t times) {
   constexpr size_t kMinSpan = 8;
   if (times < 2) return false;
   for (size_t span = kMinSpan; span <= n / times; span++) {
@@ -8749,7 +8753,7 @@ struct Candidate {
 };
 
 // The candidates that the stages leave, in id order.
-[[maybe_unused]] static std::vector<Candidate> filter_plainly(const Kernels& k, const float* logits, size_t n, const SamplerParams& p,
+static std::vector<Candidate> filter_plainly(const Kernels& k, const float* logits, size_t n, const SamplerParams& p,
                                                               const int32_t* history, size_t n_history, double* temp) {
   std::vector<Candidate> all;
   for (size_t i = 0; i < n; i++)
@@ -8788,7 +8792,7 @@ struct Candidate {
   return all;
 }
 
-[[maybe_unused]] static int32_t sample_plainly(const Kernels& k, const float* logits, size_t n, const SamplerParams& p, Rng& rng,
+static int32_t sample_plainly(const Kernels& k, const float* logits, size_t n, const SamplerParams& p, Rng& rng,
                                                const int32_t* history, size_t n_history) {
   double temp;
   const std::vector<Candidate> all = filter_plainly(k, logits, n, p, history, n_history, &temp);
@@ -8812,7 +8816,7 @@ struct SamplerBenchRow {
 };
 
 // Normal logits (deviation 2.5) with twenty peaks 8 to 12 higher.
-[[maybe_unused]] static std::vector<float> make_bench_logits(size_t n, uint64_t seed) {
+static std::vector<float> make_bench_logits(size_t n, uint64_t seed) {
   Rng rng(seed);
   std::vector<float> logits(n);
   for (float& l : logits) {
@@ -8825,7 +8829,7 @@ struct SamplerBenchRow {
 }
 
 // Times every chain of the README's table on one thread; each time is the median of several runs.
-[[maybe_unused]] static std::vector<SamplerBenchRow> bench_sampler(const Kernels* kernels) {
+static std::vector<SamplerBenchRow> bench_sampler(const Kernels* kernels) {
   struct Chain { const char* name; double temp; int32_t top_k; double top_p, min_p; bool penalties, flat; };
   constexpr Chain kChains[] = {{"greedy", 0, 0, 1, 0, false, false},
                                {"default: temp 1, min-p 0.05", 1, 0, 1, 0.05, false, false},
@@ -9145,27 +9149,29 @@ static void detect_streams(ColorMode mode) {
 // Thrown when the reader of stdout has gone: the program ends without a word.
 struct PipeClosed {};
 
-// Writes to stdout and hands it on at once; nothing else does, but for RawMode. Throws PipeClosed, or Error when the disk is
-// full. Not by stdio, which drops what it holds when a signal (Ctrl-C while a pager waits) interrupts it.
-static void write_out(std::string_view s) {
+// Writes all of s. Not by stdio, which drops what it holds when a signal (Ctrl-C while a pager waits) interrupts it.
+// Throws PipeClosed, or Error naming `what`.
+static void write_all(int fd, std::string_view s, const char* what) {
   while (!s.empty()) {
-    const ssize_t n = write(STDOUT_FILENO, s.data(), s.size());
+    const ssize_t n = write(fd, s.data(), s.size());
     if (n >= 0) s.remove_prefix(size_t(n));
     else if (errno == EPIPE) throw PipeClosed();
-    else if (errno != EINTR) fail("standard output: %s", std::strerror(errno));
+    else if (errno != EINTR) fail("%s: %s", what, std::strerror(errno));
   }
 }
+// Writes to stdout; nothing else does, but for RawMode.
+static void write_out(std::string_view s) { write_all(STDOUT_FILENO, s, "standard output"); }
 
 static void tell_list(const char* fmt, va_list args) { std::fprintf(stderr, "%s\n", terminal_safe(vformat(fmt, args)).c_str()); }
 
 // A line for the user on stderr: one that was asked for, and one that -q silences.
-[[maybe_unused]] __attribute__((format(printf, 1, 2))) static void tell(const char* fmt, ...) {
+__attribute__((format(printf, 1, 2))) static void tell(const char* fmt, ...) {
   va_list args;
   va_start(args, fmt);
   tell_list(fmt, args);
   va_end(args);
 }
-[[maybe_unused]] __attribute__((format(printf, 1, 2))) static void note(const char* fmt, ...) {
+__attribute__((format(printf, 1, 2))) static void note(const char* fmt, ...) {
   va_list args;
   va_start(args, fmt);
   if (!g_quiet) tell_list(fmt, args);
@@ -9173,7 +9179,7 @@ static void tell_list(const char* fmt, va_list args) { std::fprintf(stderr, "%s\
 }
 
 // An error quotes files, options and messages, which may hold anything.
-[[maybe_unused]] static void print_error(std::string_view message) {
+static void print_error(std::string_view message) {
   std::fprintf(stderr, "ds4: %s\n", terminal_safe(message).c_str());
 }
 [[maybe_unused]] static void print_error(const std::exception& e) {
@@ -9227,7 +9233,7 @@ class InterruptScope : SignalScope {
     g_interrupted = true;
     const int n = ++g_interrupts_unseen, error = errno;
     if (n >= 3) _exit(kExitInterrupted);
-    if (n == 2) (void)!write(STDERR_FILENO, kHint, sizeof kHint - 1);
+    if (n == 2 && !g_quiet) (void)!write(STDERR_FILENO, kHint, sizeof kHint - 1);
     errno = error;
   }
 };
@@ -9410,8 +9416,8 @@ class LineEditor {
     g_continued = false;
     const SignalScope continues(SIGCONT, [](int) { g_continued = true; }), resizes(SIGWINCH, [](int) {});
     if (!g_streams.editor) return read_plain(prompt, text);
-    if (int n = 0; ioctl(STDIN_FILENO, FIONREAD, &n) == 0) typed_ahead_ = n;
     RawMode raw;
+    if (int n = 0; ioctl(STDIN_FILENO, FIONREAD, &n) == 0) typed_ahead_ = n;
     prompt_ = prompt;
     prompt_columns_ = 0;
     for (size_t i = 0; i < prompt.size(); i += glyph_at(prompt, i).nbytes) prompt_columns_ += glyph_at(prompt, i).columns;
@@ -9753,25 +9759,27 @@ static std::string read_file(const std::string& path) {
   return s;
 }
 
-// A file that is written piece by piece; errors name it.
+// A file that is written piece by piece; errors name it. What it held before stays until the first piece comes.
 class OutputFile {
  public:
-  explicit OutputFile(const std::string& path) : path_(path), file_(std::fopen(path.c_str(), "wbe")) {
-    if (!file_) fail("%s: %s", path.c_str(), std::strerror(errno));
+  explicit OutputFile(const std::string& path) : path_(path), fd_(open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)) {
+    if (fd_ < 0) fail("%s: %s", path.c_str(), std::strerror(errno));
   }
-  ~OutputFile() { if (file_) std::fclose(file_); }
+  ~OutputFile() { if (fd_ >= 0) ::close(fd_); }
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
   void write(std::string_view bytes) {
-    if (std::fwrite(bytes.data(), 1, bytes.size(), file_) != bytes.size()) fail("%s: %s", path_.c_str(), std::strerror(errno));
+    if (!std::exchange(begun_, true)) (void)!ftruncate(fd_, 0);      // fails on a pipe or a device: nothing to cut there
+    write_all(fd_, bytes, path_.c_str());
   }
   void close() {
-    if (std::fclose(std::exchange(file_, nullptr)) != 0) fail("%s: %s", path_.c_str(), std::strerror(errno));
+    if (::close(std::exchange(fd_, -1)) != 0) fail("%s: %s", path_.c_str(), std::strerror(errno));
   }
 
  private:
   std::string path_;
-  FILE* file_;
+  int fd_;
+  bool begun_ = false;
 };
 
 // Replaces a file in one step: a temporary one beside it, then a rename.
@@ -9819,12 +9827,12 @@ struct Options {
 struct OptionValue {
   std::string name, text;
   bool on = true;                              // of a flag
-  uint64_t uint(uint64_t lo, uint64_t hi) const {
+  uint64_t uint(uint64_t lo, uint64_t hi, const char* or_else = "") const {
     errno = 0;
     char* end = nullptr;
     const unsigned long long v = std::strtoull(text.c_str(), &end, 10);
     if (text.empty() || text[0] < '0' || text[0] > '9' || *end || errno || v < lo || v > hi)
-      fail_usage("%s: '%s' is not a whole number from %llu to %llu", name.c_str(), text.c_str(), ull(lo), ull(hi));
+      fail_usage("%s: '%s' is not a whole number from %llu to %llu%s", name.c_str(), text.c_str(), ull(lo), ull(hi), or_else);
     return v;
   }
   double number(double lo, double hi) const {
@@ -9918,7 +9926,7 @@ static const Option kOptions[] = {
   {"--repeat-penalty", "F", "divides the logits of recent tokens (1: off)",
    DS4_SET(s.repeat_penalty = float(v.number(1e-6, 1e6))), true},
   {"--repeat-last-n", "N", "how many tokens count as recent, 64 by default (0: off, -1: all)",
-   DS4_SET(s.repeat_last_n = v.text == "-1" ? -1 : int32_t(v.uint(0, INT32_MAX))), true},
+   DS4_SET(s.repeat_last_n = v.text == "-1" ? -1 : int32_t(v.uint(0, INT32_MAX, " or -1"))), true},
   {"--presence-penalty", "F", "subtracted from logits of recent tokens (0: off)",
    DS4_SET(s.presence = float(v.number(-1e6, 1e6))), true},
   {"--frequency-penalty", "F", "subtracted once per occurrence (0: off)", DS4_SET(s.frequency = float(v.number(-1e6, 1e6))), true},
@@ -10003,7 +10011,8 @@ static Options parse_options(int argc, char** argv) {
   return o;
 }
 
-// Refuses what would silently do nothing: an option without the one it belongs to, a part of a prompt beside a whole one.
+// Refuses the likeliest of what would silently do nothing: an option without the one it belongs to, a part of a prompt beside
+// a whole one.
 static void check_partners(const Options& o) {
   if (was_given(o, "--logprobs") && !o.json && o.command != Command::dump_logprobs)
     fail_usage("--logprobs needs --json or --dump-logprobs");

@@ -289,7 +289,8 @@ TEST(ReplyStream, StreamsReasoningTextAndCalls) {
   ids.clear();
   run.tokenizer.encode_raw("Write <\uff5cDSML\uff5ctool_calls>:\n\n" + block, ids);
   o.thinking = false;
-  ReplyStream second(run.vocab, o, {});
+  const ShowPiece nobody;
+  ReplyStream second(run.vocab, o, nobody);
   size_t greedy_again = 0;
   for (n = 0; n < ids.size() && !second.feed(ids[n]); n++) greedy_again += second.greedy();
   EXPECT_EQ(second.finish(), Finish::tool_calls);

@@ -9197,6 +9197,7 @@ static std::pair<int, int> terminal_size() {
 
 static std::atomic<bool> g_interrupted{false};
 static std::atomic<int> g_interrupts_unseen{0};
+static std::atomic<bool> g_reading{false};         // a prompt: a step of it may take half a minute
 
 // While one of these lives, the signal has this handler, and ends a read of the terminal.
 class SignalScope {
@@ -9217,7 +9218,7 @@ class SignalScope {
 };
 
 // While one of these lives, Ctrl-C sets g_interrupted instead of ending the process. A third one that nobody has looked at
-// ends it all the same, so that a stuck program can be left; the second warns of that.
+// ends it all the same, so that a stuck program can be left; the second warns of that, the first if a prompt is being read.
 class InterruptScope : SignalScope {
  public:
   InterruptScope() : SignalScope(SIGINT, press) { take(); }
@@ -9229,11 +9230,11 @@ class InterruptScope : SignalScope {
 
  private:
   static void press(int) {
-    static constexpr char kHint[] = "\n(stops when this step is done; Ctrl-C once more ends ds4)\n";
+    static constexpr char kHint[] = "\n(stops when this step is done; the third Ctrl-C ends ds4)\n";
     g_interrupted = true;
     const int n = ++g_interrupts_unseen, error = errno;
     if (n >= 3) _exit(kExitInterrupted);
-    if (n == 2 && !g_quiet) (void)!write(STDERR_FILENO, kHint, sizeof kHint - 1);
+    if (n == (g_reading ? 1 : 2) && !g_quiet) (void)!write(STDERR_FILENO, kHint, sizeof kHint - 1);
     errno = error;
   }
 };
@@ -9244,7 +9245,7 @@ class InterruptScope : SignalScope {
 // times a second, and not before half a second has passed. Wiped with blanks, no escape needed.
 class Progress {
  public:
-  Progress() = default;
+  Progress() { g_reading = true; }
   ~Progress() { clear(); }
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -9260,6 +9261,7 @@ class Progress {
   void clear() {
     if (width_) std::fprintf(stderr, "\r%*s\r", int(width_) + 2, "");      // 2: an echoed ^C
     width_ = 0;
+    g_reading = false;
   }
 
  private:
@@ -9752,17 +9754,18 @@ static std::string read_file(const std::string& path) {
   if (!f) fail("%s: %s", path.c_str(), std::strerror(errno));
   std::string s;
   char chunk[65536];
-  for (size_t n; (n = std::fread(chunk, 1, sizeof chunk, f)) > 0;) s.append(chunk, n);
+  while (!std::feof(f) && !std::ferror(f)) s.append(chunk, std::fread(chunk, 1, sizeof chunk, f));      // a terminal ends more than once
   const int error = std::ferror(f) ? errno : 0;
   if (f != stdin) std::fclose(f);
   if (error) fail("%s: %s", path == "-" ? "standard input" : path.c_str(), std::strerror(error));
   return s;
 }
 
-// A file that is written piece by piece; errors name it. What it held before stays until the first piece comes.
+// A file ("-": stdout) that is written piece by piece; errors name it. What it held before stays until the first piece comes.
 class OutputFile {
  public:
-  explicit OutputFile(const std::string& path) : path_(path), fd_(open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)) {
+  explicit OutputFile(const std::string& path)
+      : path_(path), fd_(path == "-" ? dup(STDOUT_FILENO) : open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)), begun_(path == "-") {
     if (fd_ < 0) fail("%s: %s", path.c_str(), std::strerror(errno));
   }
   ~OutputFile() { if (fd_ >= 0) ::close(fd_); }
@@ -9779,7 +9782,7 @@ class OutputFile {
  private:
   std::string path_;
   int fd_;
-  bool begun_ = false;
+  bool begun_;
 };
 
 // Replaces a file in one step: a temporary one beside it, then a rename.
@@ -9895,7 +9898,7 @@ static const Option kOptions[] = {
 
   {"", "", "#Prompt"},
   {"-p, --prompt", "TEXT", "the user message; without it the chat starts, or a piped stdin is read", DS4_SET(o.prompt = v.text)},
-  {"-f, --prompt-file", "FILE", "the message from a file ('-': stdin), after TEXT and a blank line if -p is there too",
+  {"-f, --prompt-file", "FILE", "the message from a file ('-': stdin) without its last newline, after TEXT and a blank line with -p",
    DS4_SET(o.prompt_file = v.text)},
   {"--prompt-tokens", "FILE", "token ids (JSON array or white space), used as they are", DS4_SET(o.prompt_tokens = v.text)},
   {"--messages", "FILE", "the conversation so far: a JSON array of messages", DS4_SET(o.messages = v.text)},
@@ -10261,10 +10264,15 @@ static Json ids_json(const std::vector<int32_t>& ids) {
 
 // The text of -p and -f together: TEXT, a blank line, the file. A piped stdin is read when nothing else is given.
 static std::optional<std::string> prompt_text(const Options& o) {
-  if (o.prompt && o.prompt_file) return *o.prompt + "\n\n" + read_file(*o.prompt_file);
+  const auto from_file = [&](const std::string& path) {
+    std::string text = read_file(path);
+    if (!o.raw && !text.empty() && text.back() == '\n') text.pop_back();      // the end of its last line is not what is asked
+    return text;
+  };
+  if (o.prompt && o.prompt_file) return *o.prompt + "\n\n" + from_file(*o.prompt_file);
   if (o.prompt) return o.prompt;
-  if (o.prompt_file) return read_file(*o.prompt_file);
-  if (!o.messages && !o.prompt_tokens && !g_streams.in_tty) return read_file("-");
+  if (o.prompt_file) return from_file(*o.prompt_file);
+  if (!o.messages && !o.prompt_tokens && !g_streams.in_tty) return from_file("-");
   return std::nullopt;
 }
 
@@ -10297,6 +10305,8 @@ static Request one_shot_request(Runtime& rt) {
     if (o.messages) c.source = *o.messages;
     c.n_before = messages.size() - n_given;
     r = chat_request(rt, messages, c);
+    if (!may_be_empty && messages[messages.size() - 1].string_or("role", "", c.source) == "assistant")
+      warn("%s: the last message is the assistant's: nothing asks for an answer", o.messages->c_str());
   }
   if (!may_be_empty && r.ids.empty()) fail_usage("the prompt is empty");
   return r;
@@ -10707,7 +10717,10 @@ static int run_script(Runtime& rt) {
     }
     updated += line + "\n";
   }
-  if (o.update && !interrupted) write_file(path, updated);
+  if (o.update && !interrupted) {
+    write_file(path, updated);
+    note("updated %s", path.c_str());
+  }
   std::fprintf(stderr, "%zu passed, %zu failed\n", passed, failed);
   return interrupted ? kExitInterrupted : (o.update ? not_run : failed) ? kExitMismatch : kExitOk;
 }
@@ -10914,7 +10927,8 @@ class Chat {
     const uint64_t n = OptionValue{"/ctx", arg, true}.uint(1, 1u << 30);
     if (n < state_.ids.size()) fail("/ctx %s: the chat has %zu tokens already", arg.c_str(), state_.ids.size());
     rt_.resize(uint32_t(n));
-    note("(context %u; the chat is read again at the next turn)", rt_.session().engine().ctx());
+    const uint32_t ctx = rt_.session().engine().ctx();
+    note("(context %u%s; the chat is read again at the next turn)", ctx, ctx < n ? ", the model's most" : "");
   }
   void system(const std::string& text) {
     if (text.empty()) o_.system.reset();

@@ -78,6 +78,8 @@ def test_prompt_sources():
     want = "Hello! How can I help you today?\n"
     same(ds4(*GREEDY, "-f", path("hello.txt", "Hello")).out, want)
     same(ds4(*GREEDY, "-f", "-", stdin=b"Hello").out, want)
+    ids = [ds4("--dump-tokens", *args, stdin=text).out for args in ([], ["--raw"]) for text in (b"Hello", b"Hello\n", b"Hello\n\n")]
+    same([ids[0] == ids[1], ids[1] == ids[2], ids[3] == ids[4]], [True, False, False])       # the end of the last line is not asked
     same(ds4(*GREEDY, stdin=b"Hello").out, want)
     same(ds4(*GREEDY, "--prompt=Hello", stdin=b"not read").out, want)
     both = json.loads(ds4("--dump-tokens", "--nothink", "-p", "A", "-f", "-", stdin=b"B").out)
@@ -324,7 +326,7 @@ def test_interrupt_while_stdout_is_blocked():
         p.send_signal(signal.SIGINT)
         time.sleep(0.1)
     out, err = p.communicate(timeout=20)
-    same((p.returncode, json.loads(out)["finish"], err), (0, "length", b"\n(stops when this step is done; Ctrl-C once more ends ds4)\n"))
+    same((p.returncode, json.loads(out)["finish"], err), (0, "length", b"\n(stops when this step is done; the third Ctrl-C ends ds4)\n"))
 
 
 # -- dumps ----
@@ -808,7 +810,7 @@ def test_chat_warns_before_it_is_ended():
     for _ in range(2):
         time.sleep(0.3)
         c.send("\x03")
-    c.expect(re.escape("(stops when this step is done; Ctrl-C once more ends ds4)"))
+    c.expect(re.escape("(stops when this step is done; the third Ctrl-C ends ds4)"))
     c.send("\x03")
     same(c.end(), 130)
 

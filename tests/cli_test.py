@@ -194,6 +194,17 @@ def test_tools_are_rendered_and_parsed():
 
 # -- bad input and bad usage ----
 
+def test_dumps_to_stdout():
+    same(json.loads(ds4(*GREEDY, "-p", "Hello", "-n", "2", "--dump-logprobs", "-").out)["finish"], "length")
+    file = path("logits.f32", "")
+    same(ds4(*GREEDY, "-p", "Hello", "--dump-logits", file).code, 0)
+    p = subprocess.run(["sh", "-c", 'echo before >> all; exec "$@" >> all', "sh", DS4, "-m", MODEL, *GREEDY, "-p", "Hello", "--dump-logits", "-"], cwd=os.path.dirname(file),
+                       stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENV)
+    same(p.returncode, 0)
+    with open(file, "rb") as f, open(os.path.join(os.path.dirname(file), "all"), "rb") as g:
+        assert g.read() == b"before\n" + f.read()
+
+
 def test_bad_usage():
     for args, needle in ((["-n", "abc"], "abc"), (["-n", "0"], "-n"), (["--nonsense"], "--nonsense"), (["--temp", "-1"], "--temp"), (["--temp", "nan"], "--temp"),
                          (["--top-p", "1.5"], "--top-p"), (["--min-p=x"], "--min-p"), (["--samplers", "temp,foo"], "foo"), (["--ctx", "0"], "--ctx"), (["-n"], "-n"),

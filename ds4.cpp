@@ -6220,8 +6220,9 @@ class Json {
   static Json number(std::string lexeme) { return Json(Kind::kNumber, std::move(lexeme)); }
   static Json array() { return Json(Kind::kArray, {}); }
   static Json object() { return Json(Kind::kObject, {}); }
-  // Throws Error "WHAT: line L, column C (offset N): expected ..., found ..."
-  static Json parse(std::string_view text, std::string_view what);
+  // The value from byte `at` on; what precedes it only counts in "WHAT: line L, column C (offset N): expected ..., found ...",
+  // the Error it throws.
+  static Json parse(std::string_view text, std::string_view what, size_t at = 0);
 
   Kind kind() const { return kind_; }
   bool is_null() const { return kind_ == Kind::kNull; }
@@ -6254,8 +6255,6 @@ class Json {
   // A member with its type checked; absent or null gives the default. Errors read "WHAT: "KEY" must be ...".
   std::string string_or(std::string_view key, std::string_view otherwise, const std::string& what) const;
   bool bool_or(std::string_view key, bool otherwise, const std::string& what) const;
-  double double_or(std::string_view key, double otherwise, const std::string& what) const;
-  int64_t int_or(std::string_view key, int64_t otherwise, const std::string& what) const;
 
   std::string dump() const { std::string s; dump_to(s); return s; }
 
@@ -6377,24 +6376,16 @@ bool Json::bool_or(std::string_view key, bool otherwise, const std::string& what
   const Json* v = find(key);
   return v ? v->as_bool(member_name(what, key)) : otherwise;
 }
-double Json::double_or(std::string_view key, double otherwise, const std::string& what) const {
-  const Json* v = find(key);
-  return v ? v->as_double(member_name(what, key)) : otherwise;
-}
-int64_t Json::int_or(std::string_view key, int64_t otherwise, const std::string& what) const {
-  const Json* v = find(key);
-  return v ? v->as_int(member_name(what, key)) : otherwise;
-}
 
 class JsonParser {
  public:
-  JsonParser(std::string_view text, std::string_view what) : s_(text), what_(what) {}
+  JsonParser(std::string_view text, std::string_view what, size_t at) : s_(text), what_(what), pos_(at) {}
 
   Json document() {
-    if (s_.substr(0, 3) == "\xef\xbb\xbf") pos_ = 3;                 // a byte order mark
+    if (pos_ == 0 && s_.substr(0, 3) == "\xef\xbb\xbf") pos_ = 3;     // a byte order mark
     Json v = value(0);
     skip_space();
-    if (pos_ < s_.size()) error("the end of the text");
+    if (pos_ < s_.size()) error("the end");
     return v;
   }
 
@@ -6403,7 +6394,7 @@ class JsonParser {
     const std::string_view before = s_.substr(0, pos_);
     const size_t line = 1 + size_t(std::count(before.begin(), before.end(), '\n'));
     const size_t column = pos_ - (before.rfind('\n') + 1) + 1;       // rfind: npos + 1 = 0
-    std::string found = "the end of the text";
+    std::string found = "the end";
     if (pos_ < s_.size()) found = uint8_t(s_[pos_] - 0x21) < 0x5e ? format("'%c'", s_[pos_]) : format("byte 0x%02x", uint8_t(s_[pos_]));
     fail("%s: line %zu, column %zu (offset %zu): expected %s, found %s",
          std::string(what_).c_str(), line, column, pos_, expected, found.c_str());
@@ -6538,10 +6529,10 @@ class JsonParser {
   }
 
   std::string_view s_, what_;
-  size_t pos_ = 0;
+  size_t pos_;
 };
 
-Json Json::parse(std::string_view text, std::string_view what) { return JsonParser(text, what).document(); }
+Json Json::parse(std::string_view text, std::string_view what, size_t at) { return JsonParser(text, what, at).document(); }
 
 // -- prompt ----
 
@@ -10496,38 +10487,61 @@ static int run_one_shot(Runtime& rt) {
 // line win.
 struct ScriptCase {
   Json json;
-  std::string what;                            // "FILE: line 3", for messages
-  std::string name;
+  size_t line = 0;                             // from 1
+  std::string name, what;                      // what: "FILE: line 3 (name)", for messages
   Request request;
+  uint32_t ctx = 0;
   GenerateOptions generate;
   uint64_t seed = 0;
+  std::vector<int32_t> expected;               // of "tokens_out"
 };
 
-static ScriptCase read_case(Runtime& rt, Json json, std::string what, uint32_t default_ctx) {
-  const Options& o = rt.options();
+// A case with all its keys checked, and its prompt as ids. Nothing is computed yet.
+static ScriptCase read_case(Runtime& rt, Json json, size_t line, uint32_t default_ctx) {
+  Options o = rt.options();                    // as the keys and the command line want them
   ScriptCase c;
+  c.line = line;
+  std::string& what = c.what = format("%s: line %zu", o.command_arg.c_str(), line);
   c.json = std::move(json);
   c.json.as_object(what);
   c.name = c.json.string_or("name", "", what);
   if (!c.name.empty()) what += " (" + c.name + ")";
-  c.what = what;
+  const auto named = [&](const char* key) { return member_name(what, key); };
   constexpr const char* kKeys[] = {"name", "prompt", "messages", "system", "tokens_in", "ctx", "think", "n", "temp", "top_k", "top_p", "min_p", "seed", "stop",
                                    "text", "contains", "facts", "tokens_out", "hash", "finish"};
   for (size_t i = 0; i < c.json.size(); i++)       // a misspelt expectation would always hold
     if (std::find(std::begin(kKeys), std::end(kKeys), c.json.key(i)) == std::end(kKeys))
       warn("%s: the key \"%s\" is unknown and does nothing", terminal_safe(what).c_str(), printable(c.json.key(i)).c_str());
-  const int64_t ctx = was_given(o, "--ctx") ? int64_t(o.run.ctx) : c.json.int_or("ctx", default_ctx, what);
-  if (ctx < 1 || ctx > int64_t(1) << 30) fail("%s: \"ctx\" is %lld, expected 1 to %lld", what.c_str(), (long long)ctx, 1ll << 30);
-  if (std::min(uint64_t(ctx), rt.model().shape.n_ctx_train) != rt.session().engine().ctx()) rt.resize(uint32_t(ctx));
+
+  o.run.ctx = default_ctx;
+  if (!was_given(o, "--temp")) o.generate.sampler.temp = 0;
+  const auto apply = [&](const char* key, const char* option, const std::string& value) {
+    kOptions[find_option(option)].apply(o, {named(key), value});
+  };
+  constexpr const char* kSettings[][2] = {{"ctx", "--ctx"}, {"n", "-n"}, {"temp", "--temp"}, {"top_k", "--top-k"}, {"top_p", "--top-p"}, {"min_p", "--min-p"}, {"seed", "--seed"}};
+  for (const auto& [key, option] : kSettings)
+    if (const Json* v = c.json.find(key)) {
+      v->as_double(named(key));                // a number even where it does not count
+      if (!was_given(o, option)) apply(key, option, v->text());
+    }
+  if (const Json* stop = c.json.find("stop"); stop && !was_given(o, "--stop")) {
+    const Json one = Json::array().push(*stop);
+    for (const Json& s : (stop->is_string() ? one : stop->as_array(named("stop"))).items())
+      apply("stop", "--stop", s.as_string(named("stop")));
+  }
+  c.ctx = rt.options().run.ctx = o.run.ctx;    // there for chat_options
+  c.seed = o.seed.value_or(0);
+
+  const Json *tokens = c.json.find("tokens_in"), *given = c.json.find("messages"), *prompt = c.json.find("prompt");
+  if (const int n = !!tokens + !!given + !!prompt; n != 1)
+    fail("%s: %d of \"prompt\", \"messages\" and \"tokens_in\", expected one", what.c_str(), n);
+  if (tokens && c.json.find("system")) fail("%s: \"system\" beside \"tokens_in\", expected one of them", what.c_str());
   const bool think = c.json.bool_or("think", false, what) && !was_given(o, "--nothink");
-  if (const Json* tokens = c.json.find("tokens_in")) {
-    c.request.ids = parse_ids(tokens->as_array(what + ": \"tokens_in\"").dump(), what, rt.vocab().size());
+  if (tokens) {
+    c.request.ids = parse_ids(tokens->as_array(named("tokens_in")).dump(), named("tokens_in"), rt.vocab().size());
     c.request.parse = false;
   } else {
-    Json messages = Json::array();
-    if (const Json* m = c.json.find("messages")) messages = m->as_array(what + ": \"messages\"");
-    else if (const Json* p = c.json.find("prompt")) messages.push(chat_message("user", p->as_string(what + ": \"prompt\"")));
-    else fail("%s: no \"prompt\", \"messages\" or \"tokens_in\"", what.c_str());
+    Json messages = given ? given->as_array(named("messages")) : Json::array().push(chat_message("user", prompt->as_string(named("prompt"))));
     const size_t n_given = messages.size();
     if (c.json.find("system")) messages = with_system(std::move(messages), c.json.string_or("system", "", what));
     ChatOptions chat = chat_options(rt, think ? (o.think == Think::max ? Think::max : Think::on) : Think::off, o.keep_thinking);
@@ -10536,23 +10550,17 @@ static ScriptCase read_case(Runtime& rt, Json json, std::string what, uint32_t d
     c.request = chat_request(rt, messages, chat);
   }
   if (c.request.ids.empty()) fail("%s: the prompt is empty", what.c_str());
-  GenerateOptions& g = c.generate = generate_options(o, c.request);
-  if (!was_given(o, "-n")) g.max_tokens = c.json.int_or("n", INT64_MAX, what);
-  if (!was_given(o, "--temp")) g.sampler.temp = c.json.double_or("temp", 0, what);
-  if (!was_given(o, "--top-p")) g.sampler.top_p = c.json.double_or("top_p", 1, what);
-  if (!was_given(o, "--min-p")) g.sampler.min_p = c.json.double_or("min_p", 0.05, what);
-  const int64_t top_k = was_given(o, "--top-k") ? g.sampler.top_k : c.json.int_or("top_k", 0, what);
-  g.sampler.top_k = int32_t(std::clamp<int64_t>(top_k, 0, INT32_MAX));
-  const auto in = [](double v, double lo, double hi) { return v >= lo && v <= hi; };      // false for NaN
-  if (g.max_tokens < 1 || top_k < 0 || !in(g.sampler.temp, 0, 1e6) || !in(g.sampler.top_p, 0, 1) || !in(g.sampler.min_p, 0, 1))
-    fail("%s: one of \"n\", \"temp\", \"top_k\", \"top_p\", \"min_p\" is out of range", what.c_str());
-  c.seed = o.seed ? *o.seed : uint64_t(c.json.int_or("seed", 0, what));
-  if (const Json* stop = c.json.find("stop"); stop && !was_given(o, "--stop")) {
-    if (stop->is_string()) g.stop.push_back(stop->text());
-    else for (const Json& s : stop->as_array(what + ": \"stop\"").items()) g.stop.push_back(s.as_string(what + ": \"stop\""));
-  }
-  for (const std::string& s : g.stop)
-    if (s.empty()) fail("%s: \"stop\" holds an empty text", what.c_str());
+  c.generate = generate_options(o, c.request);
+
+  for (const char* key : {"text", "hash"}) c.json.string_or(key, "", what);
+  if (const Json* parts = c.json.find("contains"))
+    for (const Json& part : parts->as_array(named("contains")).items()) part.as_string(named("contains"));
+  if (const Json* facts = c.json.find("facts"))
+    for (const Json& fact : facts->as_object(named("facts")).items())
+      if (!fact.is_string()) fact.as_double(named("facts"));
+  if (const Json* ids = c.json.find("tokens_out")) c.expected = parse_ids(ids->as_array(named("tokens_out")).dump(), named("tokens_out"), INT32_MAX);
+  if (const std::string finish = c.json.string_or("finish", "", what); !finish.empty())
+    OptionValue{named("finish"), finish}.choice("stop|length|context|loop|stop-text|tool_calls");
   return c;
 }
 
@@ -10604,12 +10612,11 @@ static std::string token_difference(const Vocab& vocab, const Answer& a, const s
 }
 
 // "" when every expectation of the case holds, else why not.
-static std::string case_failure(const Vocab& vocab, const ScriptCase& c, const Answer& a,
-                                const std::vector<int32_t>& expected_tokens) {
+static std::string case_failure(const Vocab& vocab, const ScriptCase& c, const Answer& a) {
   const std::string& text = a.reply.text;
   std::vector<std::string> why;
-  if (c.json.find("tokens_out") && a.tokens != expected_tokens) why.push_back(token_difference(vocab, a, expected_tokens));
-  if (const Json* t = c.json.find("text"); t && t->as_string(c.what + ": \"text\"") != text) {
+  if (c.json.find("tokens_out") && a.tokens != c.expected) why.push_back(token_difference(vocab, a, c.expected));
+  if (const Json* t = c.json.find("text"); t && t->text() != text) {
     const std::string& wanted = t->text();
     const size_t at =
         size_t(std::mismatch(text.begin(), text.begin() + ptrdiff_t(std::min(text.size(), wanted.size())), wanted.begin()).first -
@@ -10617,11 +10624,10 @@ static std::string case_failure(const Vocab& vocab, const ScriptCase& c, const A
     why.push_back(format("text: at byte %zu %s, expected %s", at, excerpt(text, at).c_str(), excerpt(wanted, at).c_str()));
   }
   if (const Json* parts = c.json.find("contains"))
-    for (const Json& part : parts->as_array(c.what + ": \"contains\"").items())
-      if (text.find(part.as_string(c.what + ": \"contains\"")) == text.npos)
-        why.push_back("contains: no " + part.dump() + " in the text");
+    for (const Json& part : parts->items())
+      if (text.find(part.text()) == text.npos) why.push_back("contains: no " + part.dump() + " in the text");
   if (const Json* facts = c.json.find("facts"))
-    if (const std::string s = facts_failure(text, facts->as_object(c.what + ": \"facts\"")); !s.empty()) why.push_back(s);
+    if (const std::string s = facts_failure(text, *facts); !s.empty()) why.push_back(s);
   if (const std::string h = c.json.string_or("hash", "", c.what); !h.empty() && h != hash_text(a.hash))
     why.push_back("hash: " + hash_text(a.hash) + ", expected " + h);
   const std::string finish = c.json.string_or("finish", "", c.what);
@@ -10665,15 +10671,14 @@ struct CaseResult {
 
 static CaseResult run_case(Runtime& rt, const ScriptCase& c) {
   CaseResult r;
-  std::vector<int32_t> expected;
-  const Json* ids = c.json.find("tokens_out");
-  if (ids) expected = parse_ids(ids->dump(), c.what + ": \"tokens_out\"", INT32_MAX);
+  if (std::min(uint64_t(c.ctx), rt.model().shape.n_ctx_train) != rt.session().engine().ctx()) rt.resize(c.ctx);
   Rng rng(c.seed);
   Progress progress;
   try {
     r.answer = rt.session().answer(
-        c.request.ids, c.generate, rng, {}, [&](size_t done, size_t total) { progress.show(done, total); }, ids ? &expected : nullptr);
-    r.why = case_failure(rt.vocab(), c, r.answer, expected);
+        c.request.ids, c.generate, rng, {}, [&](size_t done, size_t total) { progress.show(done, total); },
+        c.json.find("tokens_out") ? &c.expected : nullptr);
+    r.why = case_failure(rt.vocab(), c, r.answer);
     r.ran = r.answer.finish != Finish::fault;
   } catch (const Error& e) {                   // a prompt longer than the context: the case's fault, not the script's
     r.why = e.what();
@@ -10693,32 +10698,37 @@ static Json result_json(Runtime& rt, const ScriptCase& c, const CaseResult& r) {
 static int run_script(Runtime& rt) {
   const Options& o = rt.options();
   const std::string path = o.command_arg, text = read_file(path);
+  const uint32_t default_ctx = o.run.ctx;
   rt.session();
   InterruptScope interrupts;
-  std::string updated;
-  size_t passed = 0, failed = 0, not_run = 0, line_number = 0;
-  const uint32_t default_ctx = o.run.ctx;
-  bool interrupted = false;
-  std::vector<std::string_view> lines = parts_of(text, "\n");
-  if (lines.back().empty()) lines.pop_back();
-  for (const std::string_view written : lines) {
-    std::string line(written);
-    line_number++;
-    if (line.find_first_not_of(" \t\r") != line.npos) {
-      const std::string what = format("%s: line %zu", path.c_str(), line_number);
-      const ScriptCase c = read_case(rt, Json::parse(line, what), what, default_ctx);
-      const CaseResult r = run_case(rt, c);
-      if ((interrupted = r.answer.finish == Finish::interrupted)) break;
-      (r.why.empty() ? passed : failed)++;
-      not_run += !r.ran;
-      write_out(result_json(rt, c, r).dump() + "\n");
-      if (!r.why.empty()) note("FAILED %s: %s", c.name.empty() ? what.c_str() : c.name.c_str(), r.why.c_str());
-      print_stats(rt, r.answer);
-      if (o.update && r.ran) line = updated_case(c.json, r.answer).dump();
+  std::vector<std::string> lines;
+  std::vector<ScriptCase> cases;               // all are read before the first runs: an error in the last line costs nothing
+  for (const std::string_view line : parts_of(text, "\n")) {
+    lines.emplace_back(line);
+    if (line.find_first_not_of(" \t\r") == line.npos) continue;
+    const size_t at = size_t(line.data() - text.data());
+    try {
+      cases.push_back(read_case(rt, Json::parse(std::string_view(text).substr(0, at + line.size()), path, at), lines.size(), default_ctx));
+    } catch (const Error& e) {
+      fail("%s", e.what());                    // bad usage of an option is bad input here
     }
-    updated += line + "\n";
+  }
+  if (lines.back().empty()) lines.pop_back();
+  size_t passed = 0, failed = 0, not_run = 0;
+  bool interrupted = false;
+  for (const ScriptCase& c : cases) {
+    const CaseResult r = run_case(rt, c);
+    if ((interrupted = r.answer.finish == Finish::interrupted)) break;
+    (r.why.empty() ? passed : failed)++;
+    not_run += !r.ran;
+    write_out(result_json(rt, c, r).dump() + "\n");
+    if (!r.why.empty()) note("FAILED %s: %s", (c.name.empty() ? c.what : c.name).c_str(), r.why.c_str());
+    print_stats(rt, r.answer);
+    if (o.update && r.ran) lines[c.line - 1] = updated_case(c.json, r.answer).dump();
   }
   if (o.update && !interrupted) {
+    std::string updated;
+    for (const std::string& line : lines) updated += line + "\n";
     write_file(path, updated);
     note("updated %s", path.c_str());
   }

@@ -156,7 +156,7 @@ TEST(ChatJson, FloatsAreShortestAndReadBack) {
 
 TEST(ChatJson, ErrorsSayWhere) {
   EXPECT_EQ(json_error("{\"a\": 1,\n \"b\" 2}"), "t: line 2, column 6 (offset 14): expected ':', found '2'");
-  EXPECT_EQ(json_error(""), "t: line 1, column 1 (offset 0): expected a JSON value, found the end of the text");
+  EXPECT_EQ(json_error(""), "t: line 1, column 1 (offset 0): expected a JSON value, found the end");
   EXPECT_EQ(json_error("[1 2]"), "t: line 1, column 4 (offset 3): expected ',' or ']', found '2'");
   EXPECT_EQ(json_error("{,}"), "t: line 1, column 2 (offset 1): expected a member name in quotes, found ','");
   EXPECT_NE(json_error("\"a\nb\"").find("offset 2"), std::string::npos);
@@ -171,16 +171,16 @@ TEST(ChatJson, ErrorsSayWhere) {
 TEST(ChatJson, AccessorsNameTheKey) {
   const Json v = Json::parse("{\"s\": \"x\", \"n\": 3, \"f\": 2.5, \"z\": null, \"b\": true, \"big\": 99999999999999999999}", "t");
   EXPECT_EQ(v.string_or("s", "", "case 1"), "x");
-  EXPECT_EQ(v.int_or("n", 0, "case 1"), 3);
-  EXPECT_EQ(v.double_or("f", 0, "case 1"), 2.5);
-  EXPECT_EQ(v.double_or("n", 0, "case 1"), 3.0);
+  EXPECT_EQ(v.find("n")->as_int("n"), 3);
+  EXPECT_EQ(v.find("f")->as_double("f"), 2.5);
+  EXPECT_EQ(v.find("n")->as_double("n"), 3.0);
   EXPECT_EQ(v.string_or("z", "dflt", "case 1"), "dflt");
   EXPECT_EQ(v.string_or("none", "dflt", "case 1"), "dflt");
   EXPECT_TRUE(v.bool_or("b", false, "case 1"));
   EXPECT_EQ(error_of([&] { v.string_or("n", "", "case 1"); }), "case 1: \"n\" must be a string, found 3");
-  EXPECT_EQ(error_of([&] { v.int_or("f", 0, "case 1"); }), "case 1: \"f\" must be an integer of 64 bits, found 2.5");
-  EXPECT_NE(error_of([&] { v.int_or("big", 0, "case 1"); }), "");
-  EXPECT_NE(error_of([&] { v.int_or("s", 0, "case 1"); }), "");
+  EXPECT_EQ(error_of([&] { v.find("f")->as_int("f"); }), "f must be an integer of 64 bits, found 2.5");
+  EXPECT_NE(error_of([&] { v.find("big")->as_int("big"); }), "");
+  EXPECT_NE(error_of([&] { v.find("s")->as_int("s"); }), "");
   EXPECT_EQ(error_of([&] { v.as_array("tools"); }), "tools must be an array, found an object");
 }
 

@@ -545,6 +545,23 @@ def test_script_options_and_errors():
         fails(ds4("--script", path("bad.jsonl", '{"prompt": "x", "%s": %s}\n' % (key, value))), 1, "line 1", key)
 
 
+def test_script_is_checked_before_it_runs():
+    good = json.dumps({"prompt": "Hello"})
+    for bad, *needles in (('{"prompt": "x" 3}', ", column 16 (offset 37): expected ',' or '}', found '3'"), ('{"prompt": "x"', ": expected ',' or '}', found the end"),
+                          ("{}", ': 0 of "prompt", "messages" and "tokens_in", expected one'), ('{"prompt": "x", "messages": []}', ": 2 of"),
+                          ('{"tokens_in": [1], "system": "x"}', '"system" beside "tokens_in"'), ('{"tokens_in": [-1]}', '"tokens_in": token 0 is -1'),
+                          ('{"prompt": "x", "n": 0}', "\"n\": '0' is not a whole number from 1"), ('{"prompt": "x", "n": "5"}', '"n" must be a number, found "5"'),
+                          ('{"prompt": "x", "seed": -1}', '"seed"'), ('{"prompt": "x", "ctx": 0}', '"ctx"'), ('{"prompt": "x", "stop": ["a", ""]}', '"stop": empty text'),
+                          ('{"prompt": "x", "text": 1}', '"text" must be a string'), ('{"prompt": "x", "hash": 1}', '"hash" must be a string'),
+                          ('{"prompt": "x", "contains": [1]}', '"contains" must be a string'), ('{"prompt": "x", "facts": {"a": true}}', '"facts" must be a number, found true'),
+                          ('{"prompt": "x", "tokens_out": 5}', '"tokens_out" must be an array, found 5'), ('{"prompt": "x", "finish": "stopp"}', "\"finish\": 'stopp' is none of stop|")):
+        r = ds4("--script", path("late.jsonl", good + "\n\r\n" + bad + "\r\n" + good + "\n"))
+        fails(r, 1, "late.jsonl: line 3", *needles)
+        same(r.err.count("line "), 1, r.err)
+    r = ds4("--script", path("seed.jsonl", '\ufeff{"prompt": "Hello", "n": 2, "temp": 1.0, "seed": 18446744073709551615}'))
+    same((r.code, json.loads(r.out)["seed"]), (0, 2**64 - 1))
+
+
 def test_script_update():
     cases = [{"name": "a", "prompt": "Hello"}, {"name": "b", "prompt": "Hello", "text": "wrong", "tokens_out": [1], "finish": "loop", "contains": ["zzz"]}]
     r, _, f = script(cases, "--update")

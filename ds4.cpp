@@ -9815,7 +9815,7 @@ struct Options {
   bool json = false, verbose = false, update = false, demo = false;
   std::optional<bool> stats;
   ColorMode color = ColorMode::automatic;
-  std::vector<bool> given;                     // by place in the option table
+  std::vector<int> given;                      // how many times, by place in the option table
 };
 
 // The value of one option on its way into Options; a bad one is a usage error that names the option.
@@ -9864,7 +9864,8 @@ struct Option {
   }
 
 static void set_command(Options& o, Command command, const OptionValue& v) {
-  if (o.command != Command::chat && o.command != command)
+  if (o.command >= Command::help) return;
+  if (o.command != Command::chat)
     fail_usage("%s: only one of --script, --inspect, --check, --dump-..., --perplexity-file, --bench at a time", v.name.c_str());
   o.command = command;
   o.command_arg = v.text;
@@ -9942,8 +9943,8 @@ static const Option kOptions[] = {
   {"--no-stats", "", "none", DS4_SET(o.stats = false)},
   {"--color", "WHEN", "auto, always, never; NO_COLOR and TERM=dumb are honoured",
    DS4_SET(o.color = ColorMode(v.choice("auto|always|never")))},
-  {"-q, --quiet", "", "no notes, warnings, progress or statistics on stderr", DS4_SET(g_quiet = v.on)},
-  {"-v, --verbose", "", "details of loading, time per section, token tables", DS4_SET(o.verbose = v.on)},
+  {"-q, --quiet", "", "no notes, warnings, progress or statistics on stderr", DS4_SET(g_quiet = v.on; o.verbose = false; o.stats = false)},
+  {"-v, --verbose", "", "details of loading, time per section, token tables", DS4_SET(o.verbose = v.on; g_quiet = false)},
 
   {"", "", "#Other commands"},
   {"--script", "FILE", "run prompts with expectations (JSON lines), greedy by default; exit code 3 if one fails",
@@ -9974,12 +9975,12 @@ static size_t find_option(std::string_view name) {
   return SIZE_MAX;
 }
 
-static bool was_given(const Options& o, std::string_view name) { return o.given[find_option(name)]; }
+static bool was_given(const Options& o, std::string_view name) { return o.given[find_option(name)] > 0; }
 
 // Fills Options from the command line. Throws usage errors.
 static Options parse_options(int argc, char** argv) {
   Options o;
-  o.given.assign(kOptionCount, false);
+  o.given.assign(kOptionCount, 0);
   for (int i = 1; i < argc; i++) {
     const std::string word = argv[i];
     const size_t equals = word.compare(0, 2, "--") == 0 ? word.find('=') : std::string::npos;
@@ -10001,13 +10002,13 @@ static Options parse_options(int argc, char** argv) {
       v.text = argv[++i];
     }
     option.apply(o, v);
-    o.given[k] = true;
+    o.given[k]++;
   }
   return o;
 }
 
 // Refuses the likeliest of what would silently do nothing: an option without the one it belongs to, a part of a prompt beside
-// a whole one.
+// a whole one, a prompt nobody reads. A setting that has no effect may come from an alias and passes.
 static void check_partners(const Options& o) {
   if (was_given(o, "--logprobs") && !o.json && o.command != Command::dump_logprobs)
     fail_usage("--logprobs needs --json or --dump-logprobs");
@@ -10015,13 +10016,23 @@ static void check_partners(const Options& o) {
     if (was_given(o, name) && !o.raw) fail_usage("%s needs --raw", name);
   if (o.update && o.command != Command::script) fail_usage("--update needs --script");
   if (o.update && o.command_arg == "-") fail_usage("--update needs a script in a file");
-  const auto refuse = [&](std::initializer_list<const char*> names, const char* whole, const char* why) {
+  const auto refuse = [&](std::initializer_list<const char*> names, std::initializer_list<const char*> others, const char* why) {
     for (const char* name : names)
-      if (was_given(o, name) && was_given(o, whole)) fail_usage("%s and %s: %s", name, whole, why);
+      for (const char* other : others)
+        if (was_given(o, name) && was_given(o, other)) fail_usage("%s and %s: %s", name, other, why);
   };
-  refuse({"-p", "-f", "--prompt-tokens", "--messages", "--raw", "-sys", "-sysf", "--tools"}, "--script", "a script has its own prompts");
-  refuse({"-p", "-f", "--messages", "--raw", "-sys", "-sysf", "--tools"}, "--prompt-tokens", "the ids are the whole prompt");
-  refuse({"--messages", "-sys", "-sysf", "--tools"}, "--raw", "there is no chat template to put it in");
+  const auto prompts = {"-p", "-f", "--prompt-tokens", "--messages", "--raw", "-sys", "-sysf", "--tools"};
+  for (const char* name : prompts)
+    if (const size_t k = find_option(name); o.given[k] > 1 && kOptions[k].arg[0]) fail_usage("%s is given twice, expected once", name);
+  refuse(prompts, {"--script"}, "a script has its own prompts");
+  refuse({"-p", "-f", "--messages", "--raw", "-sys", "-sysf", "--tools"}, {"--prompt-tokens"}, "the ids are the whole prompt");
+  refuse({"--messages", "-sys", "-sysf", "--tools"}, {"--raw"}, "there is no chat template to put it in");
+  refuse({"-sys"}, {"-sysf"}, "there is one system prompt");
+  refuse(prompts, {"--inspect", "--check", "--perplexity-file"}, "no prompt is read");
+  refuse({"-p", "--prompt-tokens", "--messages", "--raw", "-sys", "-sysf", "--tools"}, {"--bench"}, "no prompt is read");
+  if (o.command_arg != "tokenizer") refuse({"-f"}, {"--bench"}, "only --bench tokenizer reads a text");
+  refuse({"--json"}, {"--dump-tokens", "--dump-logits", "--dump-logprobs", "--dump-taps"}, "a dump has its own format");
+  if (o.think == Think::max) refuse({"--effort"}, {"--think-max"}, "both say how much to reason");
 }
 
 // The option table as text: two columns, names padded.
@@ -10039,7 +10050,8 @@ static std::string help_text() {
     const std::string left = std::string(option.names[1] == '-' ? "    " : "") + option.names + " " + option.arg;
     s += format("  %-28s %s\n", left.c_str(), option.help);
   }
-  return s + "\nExit codes: 0 done, 1 bad input, 2 bad usage, 3 an expectation failed, 4 numerical fault, 130 interrupted.\n";
+  return s + "\nOf a setting given twice the last counts, also of --think and --nothink, -q and -v; a second prompt or command is refused.\n"
+             "\nExit codes: 0 done, 1 bad input, 2 bad usage, 3 an expectation failed, 4 numerical fault, 130 interrupted.\n";
 }
 
 // -- what commands work on ----
@@ -10355,7 +10367,7 @@ class AnswerPrinter {
 
 static std::string hash_text(uint64_t hash) { return format("%08x", uint32_t(hash)); }
 
-static bool wants_stats(const Options& o) { return !g_quiet && o.stats.value_or(g_streams.err_tty); }
+static bool wants_stats(const Options& o) { return o.stats.value_or(g_streams.err_tty); }
 
 // "prompt 52 tok 31.2 t/s | answer 118 tok 9.4 t/s 15.1 GB/s | ctx 170/32768 | #1f3a9c02"; the prompt without what the
 // cache held. The last token of a full context was sampled but has no place in it.
@@ -10371,7 +10383,7 @@ static std::string stats_line(Runtime& rt, const Answer& a) {
 
 // What is wanted of the statistics line and of the time per section.
 static void print_stats(Runtime& rt, const Answer& a) {
-  if (wants_stats(rt.options())) note("%s", stats_line(rt, a).c_str());
+  if (wants_stats(rt.options())) tell("%s", stats_line(rt, a).c_str());
   if (!rt.options().verbose) return;
   const Profile profile = rt.take_profile();
   for (int p = 0; p < kParts; p++) note("  %-18s %10.1f ms", kPartNames[p], 1e3 * profile.seconds[p]);
@@ -10399,7 +10411,7 @@ static Json logprobs_json(const Vocab& vocab, const std::vector<TokenLogprobs>& 
 static Json answer_json(Runtime& rt, const Answer& a, const GenerateOptions& g, uint64_t seed) {
   Json j = Json::object();
   j.set("text", a.reply.text);
-  if (g.thinking) j.set("reasoning", a.reply.reasoning);
+  if (g.thinking && !rt.options().hide_think) j.set("reasoning", a.reply.reasoning);
   if (!a.reply.calls.empty()) j.set("tool_calls", tool_calls_json(a.reply.calls));
   j.set("finish", finish_name(a.finish)).set("prompt_tokens", a.prompt_tokens).set("cached_tokens", a.cached_tokens);
   j.set("completion_tokens", a.tokens.size());
@@ -10536,7 +10548,8 @@ static ScriptCase read_case(Runtime& rt, Json json, size_t line, uint32_t defaul
   if (const int n = !!tokens + !!given + !!prompt; n != 1)
     fail("%s: %d of \"prompt\", \"messages\" and \"tokens_in\", expected one", what.c_str(), n);
   if (tokens && c.json.find("system")) fail("%s: \"system\" beside \"tokens_in\", expected one of them", what.c_str());
-  const bool think = c.json.bool_or("think", false, what) && !was_given(o, "--nothink");
+  Think think = c.json.bool_or("think", false, what) ? Think::on : Think::off;
+  if (was_given(o, "--think") || was_given(o, "--nothink") || was_given(o, "--think-max")) think = o.think;
   if (tokens) {
     c.request.ids = parse_ids(tokens->as_array(named("tokens_in")).dump(), named("tokens_in"), rt.vocab().size());
     c.request.parse = false;
@@ -10544,7 +10557,7 @@ static ScriptCase read_case(Runtime& rt, Json json, size_t line, uint32_t defaul
     Json messages = given ? given->as_array(named("messages")) : Json::array().push(chat_message("user", prompt->as_string(named("prompt"))));
     const size_t n_given = messages.size();
     if (c.json.find("system")) messages = with_system(std::move(messages), c.json.string_or("system", "", what));
-    ChatOptions chat = chat_options(rt, think ? (o.think == Think::max ? Think::max : Think::on) : Think::off, o.keep_thinking);
+    ChatOptions chat = chat_options(rt, think, o.keep_thinking);
     chat.source = what;
     chat.n_before = messages.size() - n_given;
     c.request = chat_request(rt, messages, chat);

@@ -232,6 +232,36 @@ def test_options_that_need_another():
     same(ds4("--help", "--update", "--no-bos", model=None).code, 0)
 
 
+def test_nothing_is_lost_in_silence():
+    f = path("once", "x")
+    texts = [["-p", "x"], ["-f", f], ["--prompt-tokens", f], ["--messages", f], ["-sys", "x"], ["-sysf", f], ["--tools", f]]
+    for text in texts:
+        fails(ds4(*text, *text), 2, text[0] + " is given twice, expected once")
+        for command in (["--inspect"], ["--check"], ["--perplexity-file", f], ["--bench", "model"], ["--bench", "sampler"]):
+            fails(ds4(*command, *text), 2, text[0] + " and " + command[0] + ": ")
+    fails(ds4("--bench", "tokenizer", "-p", "x"), 2, "-p and --bench: no prompt is read")
+    fails(ds4("-p", "x", "-sys", "a", "-sysf", f), 2, "-sys and -sysf: there is one system prompt")
+    for dump in (["--dump-tokens"], ["--dump-logits", f], ["--dump-logprobs", f], ["--dump-taps", f]):
+        fails(ds4("-p", "x", "--json", *dump), 2, "--json and " + dump[0] + ": a dump has its own format")
+        fails(ds4("-p", "x", *dump, *dump), 2, dump[0] + ": only one of --script")
+    fails(ds4("-p", "x", "--effort", "low", "--think-max"), 2, "--effort and --think-max: ")
+    for args in (["--help", "--inspect"], ["--inspect", "--help", "-p", "x", "-p", "y"]):
+        same(ds4(*args).out[:13], "ds4 [options]")
+
+
+def test_the_last_of_two_settings_counts():
+    hello, sum_ = "Hello! How can I help you today?\n", ["--temp", "0", "-p", "What is 12 + 7?"]
+    same(ds4("--temp", "5", "--temp", "0", "-n", "2", "-n", "20", "--think", "--nothink", "-p", "Hello").out, hello)
+    assert ds4("--nothink", "--think", *sum_).err and not ds4("--think", "--nothink", *sum_).err
+    for args, stats, times in ((["-q", "--stats"], 1, 0), (["--stats", "-q"], 0, 0), (["--stats", "--no-stats"], 0, 0), (["--no-stats", "--stats"], 1, 0), (["-q", "-v"], 0, 1), (["-v", "-q"], 0, 0)):
+        err = ds4(*args, *sum_).err
+        same((" GB/s | ctx" in err, " ms\n" in err), (bool(stats), bool(times)), str(args) + err)
+    assert "reasoning" not in json.loads(ds4("--json", "--hide-think", *sum_).out)
+    for args, thinks in (([], [False, True]), (["--think"], [True, True]), (["--nothink"], [False, False]), (["--nothink", "--think"], [True, True])):
+        _, out, _ = script([{"prompt": "Hello", "n": 2, "think": think} for think in (False, True)], *args)
+        same(["reasoning" in o for o in out], thinks, str(args))
+
+
 def test_bad_input():
     fails(ds4("-p", "x", model=path("missing.gguf")), 1, "missing.gguf")
     fails(ds4("-p", "x", model=path("empty.gguf", b"")), 1, "empty.gguf")

@@ -9894,7 +9894,8 @@ static const Option kOptions[] = {
   {"-f, --prompt-file", "FILE", "the message from a file ('-': stdin) without its last newline, after TEXT and a blank line with -p",
    DS4_SET(o.prompt_file = v.text)},
   {"--prompt-tokens", "FILE", "token ids (JSON array or white space), used as they are", DS4_SET(o.prompt_tokens = v.text)},
-  {"--messages", "FILE", "the conversation so far: a JSON array of messages", DS4_SET(o.messages = v.text)},
+  {"--messages", "FILE", "the conversation so far: a JSON array of messages; an assistant's text at its end is continued",
+   DS4_SET(o.messages = v.text)},
   {"--raw", "", "no chat template: special tokens recognised, BOS put before unless it is there", DS4_SET(o.raw = v.on)},
   {"--no-bos", "", "with --raw: no BOS", DS4_SET(o.no_bos = v.on)},
   {"--no-special", "", "with --raw: the text of special tokens is ordinary text", DS4_SET(o.no_special = v.on)},
@@ -10212,7 +10213,17 @@ static std::vector<int32_t> encode_prompt(Runtime& rt, const Prompt& prompt) {
   return ids;
 }
 
-static Request chat_request(Runtime& rt, const Json& messages, const ChatOptions& c) {
+// An assistant's text at the end is the beginning of the answer: its turn stays open. Throws Error where nothing is asked.
+static Request chat_request(Runtime& rt, Json messages, const ChatOptions& c) {
+  const size_t n = messages.size(), n_given = n - c.n_before;
+  const bool asks = rt.options().command != Command::dump_tokens;
+  if (asks && n_given == 0) fail("%s: no messages", c.source.c_str());
+  const Json* role = n ? messages[n - 1].find("role") : nullptr;       // render_chat checks its type
+  const bool calls = role && messages[n - 1].find_truthy("tool_calls");
+  if (asks && role && (calls || role->text() == "system"))
+    fail("%s[%zu]: the last message is of role %s, expected %s after it", c.source.c_str(), n_given - 1, role->text().c_str(),
+         calls ? "the results of its calls" : "a message to answer");
+  if (role && role->text() == "assistant" && !calls) messages.item(n - 1).set("wo_eos", true);
   Request r;
   r.ids = encode_prompt(rt, render_chat(messages, c));
   r.thinking = !r.ids.empty() && r.ids.back() == rt.vocab().find(kThinkText);
@@ -10304,13 +10315,10 @@ static Request one_shot_request(Runtime& rt) {
     const size_t n_given = messages.size();
     if (o.system) messages = with_system(std::move(messages), *o.system);
     if (o.tools) messages = with_tools(std::move(messages), load_tools(*o.tools));
-    if (!may_be_empty && messages.size() == 0) fail_usage("%s: no messages", o.messages->c_str());
     ChatOptions c = chat_options(rt, o.think, o.keep_thinking);
     if (o.messages) c.source = *o.messages;
     c.n_before = messages.size() - n_given;
     r = chat_request(rt, messages, c);
-    if (!may_be_empty && messages[messages.size() - 1].string_or("role", "", c.source) == "assistant")
-      warn("%s: the last message is the assistant's: nothing asks for an answer", o.messages->c_str());
   }
   if (!may_be_empty && r.ids.empty()) fail_usage("the prompt is empty");
   return r;

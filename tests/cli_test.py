@@ -90,6 +90,23 @@ def test_prompt_sources():
     same(ds4(*GREEDY, "--messages", path("m.json", '[{"role": "user", "content": "Hello"}]')).out, want)
 
 
+def test_an_assistants_text_at_the_end_is_continued():
+    def ask(messages, *args):
+        return ds4("--temp", "0", "--messages", path("prefill.json", json.dumps(messages)), *args)
+    hello, begun = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello! How can"}
+    for mode in ("--nothink", "--think"):
+        r = ask([hello, begun], mode)
+        same((r.code, r.out, r.err), (0, " I help you today?\n", ""))
+    same(ask([{"role": "user", "content": "What is 12 + 7?"}, {"role": "assistant", "reasoning_content": "12 + 7 = 19.", "content": ""}]).out, "19\n")
+    whole = json.loads(ds4("--dump-tokens", "--nothink", "-p", "Hello").out)
+    same(json.loads(ask([hello, begun], "--nothink", "--dump-tokens").out)[:len(whole)], whole)
+    f = path("prefill.jsonl", json.dumps({"messages": [hello, begun], "text": " I help you today?"}))
+    same(ds4("--script", f).code, 0)
+    fails(ask([hello, {"role": "assistant", "tool_calls": [{"name": "f"}]}]), 1, "prefill.json[1]: the last message is of role assistant, expected the results of its calls")
+    fails(ask([{"role": "system", "content": "x"}], "-sys", "y"), 1, "prefill.json[0]: the last message is of role system, expected a message to answer")
+    fails(ask([], "-sys", "y"), 1, "prefill.json: no messages")
+
+
 def test_reasoning_goes_to_stderr():
     r = ds4("--temp", "0", "-p", "What is 12 + 7?")
     same((r.code, r.out), (0, "19\n"))

@@ -9138,16 +9138,16 @@ static void detect_streams(ColorMode mode) {
   s.editor = s.in_tty && s.out_tty && !dumb;
 }
 
-// Thrown when the reader of stdout has gone: the program ends without a word.
+// Thrown when the reader of an answer on stdout has gone: the program ends without a word.
 struct PipeClosed {};
 
 // Writes all of s. Not by stdio, which drops what it holds when a signal (Ctrl-C while a pager waits) interrupts it.
-// Throws PipeClosed, or Error naming `what`.
+// Throws Error naming `what`; PipeClosed on stdout itself, but not on a copy of it, which dumps have.
 static void write_all(int fd, std::string_view s, const char* what) {
   while (!s.empty()) {
     const ssize_t n = write(fd, s.data(), s.size());
     if (n >= 0) s.remove_prefix(size_t(n));
-    else if (errno == EPIPE) throw PipeClosed();
+    else if (errno == EPIPE && fd == STDOUT_FILENO) throw PipeClosed();
     else if (errno != EINTR) fail("%s: %s", what, std::strerror(errno));
   }
 }
@@ -9753,12 +9753,14 @@ static std::string read_file(const std::string& path) {
   return s;
 }
 
-// A file ("-": stdout) that is written piece by piece; errors name it. What it held before stays until the first piece comes.
+// A file ("-": stdout) that is written piece by piece; errors name it, also that its reader has gone: half a dump is none.
+// What it held before stays until the first piece comes.
 class OutputFile {
  public:
   explicit OutputFile(const std::string& path)
-      : path_(path), fd_(path == "-" ? dup(STDOUT_FILENO) : open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)), begun_(path == "-") {
-    if (fd_ < 0) fail("%s: %s", path.c_str(), std::strerror(errno));
+      : path_(path == "-" ? "standard output" : path), begun_(path == "-"),
+        fd_(begun_ ? dup(STDOUT_FILENO) : open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)) {
+    if (fd_ < 0) fail("%s: %s", path_.c_str(), std::strerror(errno));
   }
   ~OutputFile() { if (fd_ >= 0) ::close(fd_); }
   OutputFile(const OutputFile&) = delete;
@@ -9773,8 +9775,8 @@ class OutputFile {
 
  private:
   std::string path_;
-  int fd_;
   bool begun_;
+  int fd_;
 };
 
 // Replaces a file in one step: a temporary one beside it, then a rename.
@@ -10735,6 +10737,7 @@ static int run_script(Runtime& rt) {
     }
   }
   if (lines.back().empty()) lines.pop_back();
+  OutputFile out("-");
   size_t passed = 0, failed = 0, not_run = 0;
   bool interrupted = false;
   for (const ScriptCase& c : cases) {
@@ -10742,7 +10745,7 @@ static int run_script(Runtime& rt) {
     if ((interrupted = r.answer.finish == Finish::interrupted)) break;
     (r.why.empty() ? passed : failed)++;
     not_run += !r.ran;
-    write_out(result_json(rt, c, r).dump() + "\n");
+    out.write(result_json(rt, c, r).dump() + "\n");
     if (!r.why.empty()) note("FAILED %s: %s", (c.name.empty() ? c.what : c.name).c_str(), r.why.c_str());
     print_stats(rt, r.answer);
     if (o.update && r.ran) lines[c.line - 1] = updated_case(c.json, r.answer).dump();
@@ -11082,7 +11085,7 @@ static int run_dump_tokens(Runtime& rt) {
       for (char c : bytes) hex += format("%02x", uint8_t(c));
       note("%6zu %7d  %-24s %s", i, r.ids[i], hex.c_str(), Json(bytes).dump().c_str());
     }
-  write_out(ids_json(r.ids).dump() + "\n");
+  OutputFile("-").write(ids_json(r.ids).dump() + "\n");
   return kExitOk;
 }
 

@@ -339,6 +339,21 @@ def test_broken_pipe_ends_quietly():
     same((p.wait(20), err), (0, b""))
 
 
+def test_dump_without_a_reader_is_an_error():
+    fifo, texts = path("fifo"), path("gone.jsonl", '{"prompt": "Hello", "n": 1}\n' * 2)
+    os.mkfifo(fifo)
+    for args in (["--dump-tokens", "-p", "Hello"], ["--dump-logits", "-", "-p", "Hello"], ["--dump-logprobs", "-", "-p", "Hello"], ["--script", texts]):
+        r, w = os.pipe()
+        os.close(r)
+        p = subprocess.run([DS4, "-m", MODEL, *GREEDY, *args], stdin=subprocess.DEVNULL, stdout=w, stderr=subprocess.PIPE, env=ENV)
+        os.close(w)
+        same((p.returncode, p.stderr), (1, b"ds4: standard output: Broken pipe\n"), str(args))
+    for args in (["--dump-logits", fifo], ["--dump-logprobs", fifo, "-n", "20"]):
+        p = subprocess.Popen([DS4, "-m", MODEL, *GREEDY, *args, "-p", "Hello " * 50], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENV)
+        os.close(os.open(fifo, os.O_RDONLY))
+        same((p.stderr.read(), p.wait(60)), (("ds4: %s: Broken pipe\n" % fifo).encode(), 1))
+
+
 def test_full_disk_is_an_error():
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:

@@ -9753,6 +9753,15 @@ static std::string read_file(const std::string& path) {
   return s;
 }
 
+// The text of a file without a byte order mark and without the end of its last line, which is not part of what it says.
+static std::string read_text(const std::string& path) {
+  std::string s = read_file(path);
+  if (s.compare(0, 3, "\xef\xbb\xbf") == 0) s.erase(0, 3);
+  if (!s.empty() && s.back() == '\n') s.pop_back();
+  if (!s.empty() && s.back() == '\r') s.pop_back();
+  return s;
+}
+
 // A file ("-": stdout) that is written piece by piece; errors name it, also that its reader has gone: half a dump is none.
 // What it held before stays until the first piece comes.
 class OutputFile {
@@ -9902,7 +9911,7 @@ static const Option kOptions[] = {
   {"--no-bos", "", "with --raw: no BOS", DS4_SET(o.no_bos = v.on)},
   {"--no-special", "", "with --raw: the text of special tokens is ordinary text", DS4_SET(o.no_special = v.on)},
   {"-sys, --system", "TEXT", "system prompt", DS4_SET(o.system = v.text)},
-  {"-sysf, --system-file", "FILE", "system prompt from a file", DS4_SET(o.system = read_file(v.text))},
+  {"-sysf, --system-file", "FILE", "system prompt from a file, read as -f's", DS4_SET(o.system = read_text(v.text))},
   {"--tools", "FILE", "JSON array of function tools the model may call", DS4_SET(o.tools = v.text)},
   {"--think", "", "reason first (default)", DS4_SET(o.think = Think::on)},
   {"--nothink", "", "answer at once", DS4_SET(o.think = Think::off)},
@@ -10281,11 +10290,7 @@ static Json ids_json(const std::vector<int32_t>& ids) {
 
 // The text of -p and -f together: TEXT, a blank line, the file. A piped stdin is read when nothing else is given.
 static std::optional<std::string> prompt_text(const Options& o) {
-  const auto from_file = [&](const std::string& path) {
-    std::string text = read_file(path);
-    if (!o.raw && !text.empty() && text.back() == '\n') text.pop_back();      // the end of its last line is not what is asked
-    return text;
-  };
+  const auto from_file = [&](const std::string& path) { return o.raw ? read_file(path) : read_text(path); };
   if (o.prompt && o.prompt_file) return *o.prompt + "\n\n" + from_file(*o.prompt_file);
   if (o.prompt) return o.prompt;
   if (o.prompt_file) return from_file(*o.prompt_file);
@@ -10954,7 +10959,7 @@ class Chat {
   // Stdin is the chat itself: here "-" is a file's name.
   static std::string chat_path(const std::string& path) { return path == "-" ? "./-" : path; }
   void read(const std::string& path) {
-    const std::string text = read_file(chat_path(path));
+    const std::string text = read_text(chat_path(path));
     if (text.find_first_not_of(" \t\r\n") == text.npos) fail("%s: nothing in it", path.c_str());
     say(text);
   }

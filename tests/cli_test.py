@@ -82,6 +82,9 @@ def test_prompt_sources():
     same([ids[0] == ids[1], ids[1] == ids[2], ids[3] == ids[4]], [True, False, False])       # the end of the last line is not asked
     same(ds4(*GREEDY, stdin=b"Hello").out, want)
     same(ds4(*GREEDY, "--prompt=Hello", stdin=b"not read").out, want)
+    for text in (b"Hello\n", b"Hello\r\n", b"\xef\xbb\xbfHello"):                             # files of any editor
+        same(ds4("--dump-tokens", "-f", path("text", text)).out, ds4("--dump-tokens", "-p", "Hello").out, repr(text))
+        same(ds4("--dump-tokens", "-p", "x", "-sysf", path("text", text)).out, ds4("--dump-tokens", "-p", "x", "-sys", "Hello").out, repr(text))
     both = json.loads(ds4("--dump-tokens", "--nothink", "-p", "A", "-f", "-", stdin=b"B").out)
     same(both, json.loads(ds4("--dump-tokens", "--nothink", "-p", "A\n\nB").out))
     ids = json.loads(ds4("--dump-tokens", "--nothink", "-p", "Hello").out)

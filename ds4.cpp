@@ -10742,6 +10742,8 @@ static int run_script(Runtime& rt) {
     }
   }
   if (lines.back().empty()) lines.pop_back();
+  if (cases.empty()) fail("%s: no cases", path.c_str());
+  if (o.update) write_file(path, text);        // that it can't be replaced shows now, not after the last case
   OutputFile out("-");
   size_t passed = 0, failed = 0, not_run = 0;
   bool interrupted = false;

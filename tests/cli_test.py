@@ -637,6 +637,10 @@ def test_script_update():
     r = ds4("--script", f)
     same((r.code, r.err.strip().split("\n")[-1]), (0, "2 passed, 0 failed"))
     same([n for n in os.listdir(TMP.name) if n.endswith(".new")], [])
+    fails(ds4("--script", path("empty.jsonl", "\n\n")), 1, "empty.jsonl: no cases")
+    # a text that can be read, but not be replaced
+    p = subprocess.run(["bash", "-c", '"$@" --update --script <(echo \'{"prompt": "Hello"}\')', "bash", DS4, "-m", MODEL], stdin=subprocess.DEVNULL, capture_output=True, env=ENV)
+    fails(Result(p.returncode, p.stdout, p.stderr), 1, ".new: ")
     # a case that could not run keeps its line, and the run fails
     r, _, f = script([{"prompt": "Hello", "ctx": 2, "text": "kept"}, {"prompt": "Hello", "text": ""}], "--update")
     same((r.code, r.err.strip().split("\n")[-1]), (3, "0 passed, 2 failed"))

@@ -11119,8 +11119,8 @@ static bool for_each_logits(Runtime& rt, const std::vector<int32_t>& ids, const 
 static int run_dump_logits(Runtime& rt) {
   const Request r = one_shot_request(rt);
   rt.session();
+  OutputFile out(rt.options().command_arg);       // before the next line: Ctrl-C ends the wait for a FIFO's reader
   InterruptScope interrupts;
-  OutputFile out(rt.options().command_arg);
   const size_t row = rt.model().shape.n_vocab * sizeof(float);
   const bool done = for_each_logits(rt, r.ids, [&](size_t, const float* logits) { out.write({reinterpret_cast<const char*>(logits), row}); });
   out.close();

@@ -391,6 +391,16 @@ def test_interrupt():
         same((p.returncode, json.loads(out)["finish"]), (130, "interrupted"))
 
 
+def test_interrupt_while_a_fifo_has_no_reader():
+    fifo = path("unread.fifo")
+    os.mkfifo(fifo)
+    for option in ("--dump-logits", "--dump-logprobs"):
+        p = subprocess.Popen([DS4, "-m", MODEL, option, fifo, "-p", "Hello"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
+        time.sleep(0.5)
+        p.send_signal(signal.SIGINT)
+        same((p.communicate(timeout=20), p.returncode), ((b"", b""), -signal.SIGINT))              # a shell's 130
+
+
 def test_interrupt_while_stdout_is_blocked():
     """The reader of a full pipe still gets the whole answer."""
     p = subprocess.Popen([DS4, "-m", MODEL, *GREEDY, "--json", "--logprobs", "9", "--ignore-eos", "-n", "40", "-p", "Hello"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -9170,9 +9170,11 @@ __attribute__((format(printf, 1, 2))) static void note(const char* fmt, ...) {
   va_end(args);
 }
 
-// An error quotes files, options and messages, which may hold anything.
+// An error quotes files, options and messages, which may hold anything; it stays one line.
 static void print_error(std::string_view message) {
-  std::fprintf(stderr, "ds4: %s\n", terminal_safe(message).c_str());
+  std::string s = terminal_safe(message);
+  for (size_t at; (at = s.find('\n')) != s.npos;) s.replace(at, 1, "\\n");
+  std::fprintf(stderr, "ds4: %s\n", s.c_str());
 }
 [[maybe_unused]] static void print_error(const std::exception& e) {
   print_error(dynamic_cast<const std::bad_alloc*>(&e) ? "out of memory" : std::string_view(e.what()));
@@ -9740,8 +9742,10 @@ static std::vector<std::string_view> parts_of(std::string_view text, std::string
 
 // -- files ----
 
-// A whole file as bytes; "-" is stdin. Throws Error naming it.
+// A whole file as bytes; "-" is stdin, once. Throws Error naming it.
 static std::string read_file(const std::string& path) {
+  static bool stdin_read = false;
+  if (path == "-" && std::exchange(stdin_read, true)) fail_usage("standard input is wanted twice, by '-' or as the prompt: it can be read once");
   FILE* f = path == "-" ? stdin : std::fopen(path.c_str(), "rbe");
   if (!f) fail("%s: %s", path.c_str(), std::strerror(errno));
   std::string s;
@@ -10013,6 +10017,8 @@ static Options parse_options(int argc, char** argv) {
     } else if (option.arg[0] && i + 1 < argc && argv[i + 1][0] != '-') {
       v.text = argv[++i];
     }
+    for (const char* name : {"FILE", "DIR"})
+      if (v.text.empty() && !std::strcmp(option.arg, name)) fail_usage("%s: the name (%s) is empty", v.name.c_str(), name);
     option.apply(o, v);
     o.given[k]++;
   }

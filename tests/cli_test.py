@@ -232,6 +232,11 @@ def test_bad_usage():
                          (["--stop", ""], "--stop"), (["-p", ""], "empty"), (["--bench", "gpu"], "gpu"), (["--threads", "99999"], "--threads"), (["--raw", "-p", ""], "empty")):
         fails(ds4(*args), 2, needle)
     fails(ds4(stdin=b""), 2, "empty")
+    fails(ds4("two\nlines"), 2, "'two\\nlines' is no option")
+    for option in ("-m", "-f", "--prompt-tokens", "--messages", "-sysf", "--tools", "--script", "--dump-logits", "--dump-logprobs", "--perplexity-file", "--dump-taps"):
+        fails(ds4(option, ""), 2, option + ": the name (")
+    for args in (["-sysf", "-"], ["-sysf", "-", "-f", "-"], ["--tools", "-", "--messages", "-"]):
+        fails(ds4(*args, stdin=b"[]"), 2, "standard input is wanted twice")
 
 
 def test_options_that_need_another():

@@ -9413,6 +9413,7 @@ class LineEditor {
     const SignalScope continues(SIGCONT, [](int) { g_continued = true; }), resizes(SIGWINCH, [](int) {});
     if (!g_streams.editor) return read_plain(prompt, text);
     RawMode raw;
+    const SignalScope ends(SIGTERM, RawMode::end);
     if (int n = 0; ioctl(STDIN_FILENO, FIONREAD, &n) == 0) typed_ahead_ = n;
     prompt_ = prompt;
     prompt_columns_ = 0;
@@ -9453,12 +9454,21 @@ class LineEditor {
       (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
       set(before_);
     }
+    // For SIGTERM: the terminal as it was, unless another job has it, then the end.
+    static void end(int signal_number) {
+      if (tcgetpgrp(STDIN_FILENO) == getpgrp()) {
+        (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
+        tcsetattr(STDIN_FILENO, TCSANOW, &before_);
+      }
+      signal(signal_number, SIG_DFL);
+      raise(signal_number);
+    }
 
    private:
     static void set(const termios& modes) {
       while (tcsetattr(STDIN_FILENO, TCSADRAIN, &modes) != 0 && errno == EINTR) {}    // bg, then fg: stopped and continued in here
     }
-    termios before_{};
+    static inline termios before_{};
   };
 
   enum Key : int {

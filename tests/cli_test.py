@@ -913,6 +913,17 @@ def test_chat_interrupts_from_outside():
     same(c.end(), 0)
 
 
+def test_chat_ended_from_outside_leaves_the_terminal_as_it_was():
+    c = Chat(*OPTIONS)
+    before = termios.tcgetattr(c.fd)
+    c.prompt()
+    assert termios.tcgetattr(c.fd) != before
+    c.wait_until_it_reads()
+    os.kill(c.pid, signal.SIGTERM)
+    c.expect(re.escape("\x1b[?2004l"))
+    same((termios.tcgetattr(c.fd), c.end()), (before, -signal.SIGTERM))
+
+
 def test_chat_warns_before_it_is_ended():
     path("long.txt", "red house " * 1900)
     c = Chat(*OPTIONS, "--isa", "scalar", "-t", "1", "--prefill-chunk", "4096")

@@ -9121,6 +9121,7 @@ struct Streams {
   bool out_color = false, err_color = false, editor = false;
 };
 static Streams g_streams;
+static termios g_modes;              // of the terminal at stdin, before anything changed them
 
 enum class ColorMode { automatic, always, never };
 
@@ -9136,6 +9137,7 @@ static void detect_streams(ColorMode mode) {
   s.out_color = s.out_tty && color;
   s.err_color = s.err_tty && color;
   s.editor = s.in_tty && s.out_tty && !dumb;
+  tcgetattr(STDIN_FILENO, &g_modes);
 }
 
 // Thrown when the reader of an answer on stdout has gone: the program ends without a word.
@@ -9151,7 +9153,7 @@ static void write_all(int fd, std::string_view s, const char* what) {
     else if (errno != EINTR) fail("%s: %s", what, std::strerror(errno));
   }
 }
-// Writes to stdout; nothing else does, but for RawMode.
+// Writes to stdout; nothing else does, but for TypingMode.
 static void write_out(std::string_view s) { write_all(STDOUT_FILENO, s, "standard output"); }
 
 static void tell_list(const char* fmt, va_list args) { std::fprintf(stderr, "%s\n", terminal_safe(vformat(fmt, args)).c_str()); }
@@ -9193,7 +9195,7 @@ static std::atomic<bool> g_interrupted{false};
 static std::atomic<int> g_interrupts_unseen{0};
 static std::atomic<bool> g_reading{false};         // a prompt: a step of it may take half a minute
 
-// While one of these lives, the signal has this handler, and ends a read of the terminal.
+// While one of these lives, the signal has this handler, and ends a wait for the terminal.
 class SignalScope {
  public:
   SignalScope(int signal, void (*handler)(int)) : signal_(signal) {
@@ -9411,9 +9413,9 @@ class LineEditor {
     text.clear();
     g_continued = false;
     const SignalScope continues(SIGCONT, [](int) { g_continued = true; }), resizes(SIGWINCH, [](int) {});
-    if (!g_streams.editor) return read_plain(prompt, text);
-    RawMode raw;
-    const SignalScope ends(SIGTERM, RawMode::end);
+    TypingMode mode;
+    const SignalScope ends(SIGTERM, TypingMode::end);
+    if (!g_streams.editor) return read_plain(mode, prompt, text);
     if (int n = 0; ioctl(STDIN_FILENO, FIONREAD, &n) == 0) typed_ahead_ = n;
     prompt_ = prompt;
     prompt_columns_ = 0;
@@ -9421,7 +9423,7 @@ class LineEditor {
     line_.clear();
     cursor_ = drawn_row_ = 0;
     at_ = history_.size();
-    const Input result = edit(raw);
+    const Input result = edit(mode);
     cursor_ = line_.size();
     draw();
     write_out(result == Input::interrupt ? "^C\r\n" : "\r\n");
@@ -9431,34 +9433,36 @@ class LineEditor {
   void remember(const std::string& message) { history_.add(message); }
 
  private:
-  // The terminal in raw mode with bracketed paste for as long as this lives.
-  class RawMode {
+  // While one of these lives, the terminal has the modes for typing: with an editor raw with bracketed paste. Signals come only
+  // during the wait for a byte, so that none is overlooked before it.
+  class TypingMode {
    public:
-    RawMode() {
-      tcgetattr(STDIN_FILENO, &before_);
-      enter();
-    }
-    ~RawMode() { leave(); }
-    RawMode(const RawMode&) = delete;
-    RawMode& operator=(const RawMode&) = delete;
+    TypingMode() { enter(); }
+    ~TypingMode() { leave(); }
+    TypingMode(const TypingMode&) = delete;
+    TypingMode& operator=(const TypingMode&) = delete;
     void enter() {
-      termios raw = before_;
-      raw.c_iflag &= ~tcflag_t(BRKINT | ICRNL | INPCK | ISTRIP | IXON);
-      raw.c_lflag &= ~tcflag_t(ECHO | ICANON | IEXTEN | ISIG);
-      raw.c_cc[VMIN] = 1;
-      raw.c_cc[VTIME] = 0;
-      set(raw);
-      write_out("\x1b[?2004h");
+      mask_signals(SIG_BLOCK);
+      termios modes = g_modes;
+      if (g_streams.editor) {
+        modes.c_iflag &= ~tcflag_t(BRKINT | ICRNL | INPCK | ISTRIP | IXON);
+        modes.c_lflag &= ~tcflag_t(ECHO | ICANON | IEXTEN | ISIG);
+        modes.c_cc[VMIN] = 1;
+        modes.c_cc[VTIME] = 0;
+      }
+      set(modes);
+      if (g_streams.editor) write_out("\x1b[?2004h");
     }
     void leave() {
-      (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
-      set(before_);
+      if (g_streams.editor) (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
+      set(g_modes);
+      mask_signals(SIG_UNBLOCK);
     }
     // For SIGTERM: the terminal as it was, unless another job has it, then the end.
     static void end(int signal_number) {
       if (tcgetpgrp(STDIN_FILENO) == getpgrp()) {
-        (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
-        tcsetattr(STDIN_FILENO, TCSANOW, &before_);
+        if (g_streams.editor) (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
+        tcsetattr(STDIN_FILENO, TCSANOW, &g_modes);
       }
       signal(signal_number, SIG_DFL);
       raise(signal_number);
@@ -9468,40 +9472,42 @@ class LineEditor {
     static void set(const termios& modes) {
       while (tcsetattr(STDIN_FILENO, TCSADRAIN, &modes) != 0 && errno == EINTR) {}    // bg, then fg: stopped and continued in here
     }
-    static inline termios before_{};
+    static void mask_signals(int how) {
+      sigset_t set;
+      sigemptyset(&set);
+      sigaddset(&set, SIGINT);
+      sigaddset(&set, SIGWINCH);
+      pthread_sigmask(how, &set, nullptr);
+    }
   };
 
   enum Key : int {
     kUp = 256, kDown, kLeft, kRight, kHome, kEnd, kDelete, kWordLeft, kWordRight, kPaste, kBreak, kIgnore, kRedraw, kHangup
   };
 
-  Input read_plain(const std::string& prompt, std::string& text) {
-    std::fprintf(stderr, "%s", prompt.c_str());
+  Input read_plain(TypingMode& mode, const std::string& prompt, std::string& text) {
+    std::fputs(prompt.c_str(), stderr);
     for (;;) {
-      if (g_continued.exchange(false)) std::fprintf(stderr, "%s", prompt.c_str());
+      if (g_continued.exchange(false)) mode.enter(), std::fputs(prompt.c_str(), stderr);
       if (InterruptScope::take()) return std::fputc('\n', stderr), Input::interrupt;
-      errno = 0;
-      const int c = std::fgetc(stdin);
+      const int c = next_byte();
       if (c == '\n') return Input::line;
-      if (c != EOF) {
-        text += char(c);
-        continue;
-      }
-      std::clearerr(stdin);                                                // Ctrl-D ends a message here, not the terminal
-      if (errno != EINTR) return text.empty() ? Input::end : Input::line;
+      if (c == kHangup) return text.empty() ? Input::end : Input::line;    // Ctrl-D ends a message here, not the terminal
+      if (c < 256) text += char(c);
     }
   }
 
   // The next byte, or kRedraw after a signal, kHangup at the end of input, kIgnore after `timeout_ms` (-1: never).
   int next_byte(int timeout_ms = -1) {
     if (pending_at_ < pending_.size()) return uint8_t(pending_[pending_at_++]);
-    if (timeout_ms >= 0) {
-      pollfd p{STDIN_FILENO, POLLIN, 0};
-      if (poll(&p, 1, timeout_ms) <= 0) return kIgnore;
-    }
+    pollfd p{STDIN_FILENO, POLLIN, 0};
+    const timespec timeout{0, timeout_ms * 1000000L};
+    sigset_t none;
+    sigemptyset(&none);
+    const int ready = ppoll(&p, 1, timeout_ms < 0 ? nullptr : &timeout, &none);
+    if (ready <= 0) return ready < 0 ? kRedraw : kIgnore;
     char chunk[4096];
     const ssize_t n = ::read(STDIN_FILENO, chunk, sizeof chunk);
-    if (n < 0 && errno == EINTR) return kRedraw;
     if (n <= 0) return kHangup;
     pending_.assign(chunk, size_t(n));
     std::replace(pending_.begin(), pending_.begin() + std::min<ssize_t>(n, typed_ahead_), '\n', '\r');
@@ -9606,10 +9612,10 @@ class LineEditor {
     cursor_ = line_.size();
   }
 
-  Input edit(RawMode& raw) {
+  Input edit(TypingMode& mode) {
     for (;;) {
       if (InterruptScope::take()) return Input::interrupt;             // from outside: as a key Ctrl-C makes no signal here
-      if (g_continued.exchange(false)) raw.enter(), drawn_row_ = 0;    // the shell had the terminal meanwhile
+      if (g_continued.exchange(false)) mode.enter(), drawn_row_ = 0;    // the shell had the terminal meanwhile
       if (!input_waits()) draw();
       const int key = read_key();
       switch (key) {
@@ -9637,10 +9643,10 @@ class LineEditor {
         case 12: write_out("\x1b[H\x1b[2J"), drawn_row_ = 0; break;                       // Ctrl-L
         case 26:                                                                          // Ctrl-Z
           write_out("\r\n");
-          raw.leave();
+          mode.leave();
           raise(SIGTSTP);
           g_continued = false;
-          raw.enter();
+          mode.enter();
           drawn_row_ = 0;
           break;
         case kPaste: paste(); break;

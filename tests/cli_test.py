@@ -672,8 +672,11 @@ class Chat:
                 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             os.chdir(TMP.name)
             os.execve(DS4, [DS4] + (["-m", model] if model else []) + list(args), dict(ENV, **(env or {})))
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", size[0], size[1], 0, 0))
+        self.resize(*size)
         self.seen = ""
+
+    def resize(self, rows, columns):
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, timeout):
         if select.select([self.fd], [], [], timeout)[0]:
@@ -937,6 +940,22 @@ def test_chat_warns_before_it_is_ended():
     time.sleep(0.3)                                                                # the first brings it: the second may still be pending
     c.send("\x03")
     same(c.end(), 130)
+
+
+def test_chat_misses_no_signal():
+    """Neither between drawing and waiting for a key, when it comes right after what it answers."""
+    c = Chat(*OPTIONS)
+    c.prompt()
+    for i in range(200):
+        c.resize(24, 60 + i % 2)
+        c.expect(re.escape("\r\x1b[J> \r\x1b[2C"), 5)
+    for i in range(100):
+        c.send("x")
+        c.expect(re.escape("x\r\x1b[3C"))
+        os.kill(c.pid, signal.SIGINT)
+        c.expect(PROMPT, 5)
+    c.send("\x04")
+    same(c.end(), 0)
 
 
 def test_chat_draws_the_prompt_again_after_a_stop():

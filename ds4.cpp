@@ -9421,7 +9421,8 @@ class LineEditor {
     prompt_columns_ = 0;
     for (size_t i = 0; i < prompt.size(); i += glyph_at(prompt, i).nbytes) prompt_columns_ += glyph_at(prompt, i).columns;
     line_.clear();
-    cursor_ = drawn_row_ = 0;
+    cursor_ = 0;
+    above_.clear();
     at_ = history_.size();
     const Input result = edit(mode);
     cursor_ = line_.size();
@@ -9615,7 +9616,7 @@ class LineEditor {
   Input edit(TypingMode& mode) {
     for (;;) {
       if (InterruptScope::take()) return Input::interrupt;             // from outside: as a key Ctrl-C makes no signal here
-      if (g_continued.exchange(false)) mode.enter(), drawn_row_ = 0;    // the shell had the terminal meanwhile
+      if (g_continued.exchange(false)) mode.enter(), above_.clear();    // the shell had the terminal meanwhile
       if (!input_waits()) draw();
       const int key = read_key();
       switch (key) {
@@ -9640,14 +9641,14 @@ class LineEditor {
         case 11: erase(cursor_, line_end(cursor_)); break;                                // Ctrl-K
         case 21: erase(line_start(cursor_), cursor_); break;                              // Ctrl-U
         case 23: erase(word_left(cursor_), cursor_); break;                               // Ctrl-W
-        case 12: write_out("\x1b[H\x1b[2J"), drawn_row_ = 0; break;                       // Ctrl-L
+        case 12: write_out("\x1b[H\x1b[2J"), above_.clear(); break;                       // Ctrl-L
         case 26:                                                                          // Ctrl-Z
           write_out("\r\n");
           mode.leave();
           raise(SIGTSTP);
           g_continued = false;
           mode.enter();
-          drawn_row_ = 0;
+          above_.clear();
           break;
         case kPaste: paste(); break;
         default:
@@ -9656,15 +9657,30 @@ class LineEditor {
     }
   }
 
+  // How far above the cursor the last drawing begins. A terminal that got narrower has wrapped its rows again, each by itself
+  // since they end in line feeds; those known not to (GNU screen, xterm) have cut them.
+  int rows_above(int width) const {
+    static const bool cuts = std::getenv("STY") || (std::getenv("XTERM_VERSION") && !std::getenv("TMUX"));
+    int n = 0, column = 0;
+    for (size_t i = 0; i < above_.size();) {
+      const Glyph g = glyph_at(above_, i);
+      if (above_[i] == '\n' || (!cuts && column + g.columns > width)) n++, column = 0;
+      if (above_[i] != '\n') column += g.columns;
+      i += g.nbytes;
+    }
+    return n;
+  }
+
   // Draws prompt and text from the row where the last drawing began. Only the rows around the
   // cursor are shown when the text is taller than the screen.
   void draw() {
     const auto [width, height] = terminal_size();
     std::vector<std::string> rows(1, prompt_);
     int column = prompt_columns_, cursor_row = 0, cursor_column = column;
+    size_t cursor_end = 0;                         // of the character under it, in its row
     for (size_t i = 0;; ) {
       if (column >= width) rows.emplace_back(), column = 0;
-      if (i == cursor_) cursor_row = int(rows.size()) - 1, cursor_column = column;
+      if (i == cursor_) cursor_row = int(rows.size()) - 1, cursor_column = column, cursor_end = rows.back().size();
       if (i >= line_.size()) break;
       if (line_[i] == '\n') {
         rows.emplace_back(size_t(prompt_columns_), ' ');
@@ -9679,25 +9695,29 @@ class LineEditor {
       if (column + g.columns > width) rows.emplace_back(), column = 0;
       if (i == cursor_) cursor_row = int(rows.size()) - 1, cursor_column = column;
       rows.back() += shown;
+      if (i == cursor_) cursor_end = rows.back().size();
       column += g.columns;
       i += g.nbytes;
     }
     const int first = std::max(0, cursor_row - height + 1), last = std::min(int(rows.size()), first + height);
     std::string out = "\r";
-    if (drawn_row_ > 0) out += format("\x1b[%dA", drawn_row_);
+    if (const int n = rows_above(width)) out += format("\x1b[%dA", n);
     out += "\x1b[J";
     for (int r = first; r < last; r++) out += (r > first ? "\r\n" : "") + rows[size_t(r)];
     if (last - 1 > cursor_row) out += format("\x1b[%dA", last - 1 - cursor_row);
     out += "\r";
     if (cursor_column > 0) out += format("\x1b[%dC", cursor_column);
-    drawn_row_ = cursor_row - first;
     write_out(out);
+    above_.clear();
+    for (int r = first; r < cursor_row; r++) above_ += rows[size_t(r)] + "\n";
+    above_ += rows[size_t(cursor_row)].substr(0, cursor_end);
   }
 
   History history_;
   std::string prompt_, line_, unsent_, pending_;
+  std::string above_;                // the last drawing up to the character under the cursor
   size_t cursor_ = 0, at_ = 0, pending_at_ = 0;
-  int prompt_columns_ = 0, drawn_row_ = 0;
+  int prompt_columns_ = 0;
   int typed_ahead_ = 0;              // bytes of lines typed before raw mode, which made their Enter a newline
 };
 

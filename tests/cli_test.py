@@ -21,7 +21,7 @@ import time
 import traceback
 
 DS4, MODEL = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
-ENV = {k: v for k, v in os.environ.items() if k not in ("DS4_MODEL", "NO_COLOR")}
+ENV = {k: v for k, v in os.environ.items() if k not in ("DS4_MODEL", "NO_COLOR", "STY", "TMUX", "XTERM_VERSION")}
 ENV["TERM"] = "xterm-256color"
 TMP = tempfile.TemporaryDirectory(prefix="ds4-cli-")
 ENV["XDG_STATE_HOME"] = os.path.join(TMP.name, "state")
@@ -985,6 +985,32 @@ def test_chat_draws_the_prompt_again_after_a_stop():
     c.send("Hello\n")
     c.expect("today")
     c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_chat_draws_over_what_a_resize_wrapped():
+    def narrower(c, columns, up, *rows):
+        c.resize(24, columns)
+        c.expect(re.escape("\r" + "\x1b[%dA" % up * (up > 0) + "\x1b[J> " + "\r\r\n".join(rows)))
+    c = Chat(*OPTIONS)
+    c.prompt()
+    c.send("x" * 70)
+    c.expect("x{70}\r\x1b\\[72C")
+    narrower(c, 40, 1, "x" * 38, "x" * 32 + "\r\x1b[32C")                            # 72 columns became 40 + 32
+    narrower(c, 30, 3, "x" * 28, "x" * 30, "x" * 12 + "\r\x1b[12C")                  # (30 + 10) + (30 + 2)
+    narrower(c, 80, 2, "x" * 70 + "\r")                                              # wider: rows that were ended stay
+    c.send("\x15" + "日" * 15 + "\x02" * 5)
+    c.expect("日{15}\r\x1b\\[22C")
+    narrower(c, 21, 1, "日" * 9, "日" * 6 + "\r\x1b[2C")                              # no half of a character in a row
+    narrower(c, 20, 1, "日" * 9, "日" * 6 + "\r\x1b[2C")
+    c.send("\x15\x0b\x04")
+    same(c.end(), 0)
+    c = Chat(*OPTIONS, env={"STY": "1.screen"})
+    c.prompt()
+    c.send("x" * 70)
+    c.expect("x{70}\r\x1b\\[72C")
+    narrower(c, 40, 0, "x" * 38, "x" * 32 + "\r\x1b[32C")
+    c.send("\x15\x04")
     same(c.end(), 0)
 
 

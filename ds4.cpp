@@ -9229,7 +9229,10 @@ class InterruptScope : SignalScope {
     static constexpr char kHint[] = "\n(stops when this step is done; the third Ctrl-C ends ds4)\n";
     g_interrupted = true;
     const int n = ++g_interrupts_unseen, error = errno;
-    if (n >= 3) _exit(kExitInterrupted);
+    if (n >= 3) {
+      if (tcgetpgrp(STDIN_FILENO) == getpgrp()) tcsetattr(STDIN_FILENO, TCSANOW, &g_modes);
+      _exit(kExitInterrupted);
+    }
     if (n == (g_reading ? 1 : 2) && !g_quiet) (void)!write(STDERR_FILENO, kHint, sizeof kHint - 1);
     errno = error;
   }
@@ -9408,6 +9411,7 @@ static std::atomic<bool> g_continued{false};
 class LineEditor {
  public:
   explicit LineEditor(std::string history_path) : history_(std::move(history_path)) {}
+  ~LineEditor() { tcsetattr(STDIN_FILENO, TCSADRAIN, &g_modes); }
   // One line (it may hold newlines: Ctrl-J, paste). On interrupt, `text` is what had been typed.
   Input read(const std::string& prompt, std::string& text) {
     text.clear();
@@ -9435,7 +9439,7 @@ class LineEditor {
 
  private:
   // While one of these lives, the terminal has the modes for typing: with an editor raw with bracketed paste. Signals come only
-  // during the wait for a byte, so that none is overlooked before it.
+  // during the wait for a byte, so that none is overlooked before it. Afterwards Ctrl-C does not flush what is typed ahead.
   class TypingMode {
    public:
     TypingMode() { enter(); }
@@ -9456,7 +9460,9 @@ class LineEditor {
     }
     void leave() {
       if (g_streams.editor) (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
-      set(g_modes);
+      termios modes = g_modes;
+      modes.c_lflag |= NOFLSH;
+      set(modes);
       mask_signals(SIG_UNBLOCK);
     }
     // For SIGTERM: the terminal as it was, unless another job has it, then the end.

@@ -723,6 +723,8 @@ class Chat:
         while time.time() < stop:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
+                shell = termios.ECHO | termios.ICANON | termios.ISIG
+                same(termios.tcgetattr(self.fd)[3] & (shell | termios.NOFLSH), shell, "the terminal's modes")
                 os.close(self.fd)
                 return os.waitstatus_to_exitcode(status)
             self.read(0.05)
@@ -1054,6 +1056,29 @@ def test_chat_line_typed_ahead():
     c.say(" is Clara.")
     c.send("\x04")
     same(c.end(), 0)
+
+
+def test_chat_line_typed_ahead_outlives_an_interrupt():
+    """Ctrl-C stops the answer and leaves what was typed meanwhile; at a prompt it does not."""
+    slow = [*OPTIONS, "--ignore-eos", "--isa", "scalar", "-t", "1"]
+    for env in ({}, {"TERM": "dumb"}):
+        c = Chat(*slow, env=env)
+        c.expect("> ")
+        c.send("dropped\x03")
+        c.expect("\n")
+        c.expect("> ")
+        c.send("Hello" + ("\n" if env else "\r"))
+        c.expect("Hello!")
+        c.send("/set ignore-eos off\nWhat is ")
+        c.expect("What is ")                                                           # echoed
+        c.send("\x03")
+        c.expect("ignore-eos off\\)")
+        c.expect("> ")
+        c.send("12 + 7?" + ("\n" if env else "\r"))
+        c.expect("19\r\n")
+        c.expect("> ")
+        c.send("\x04")
+        same(c.end(), 0)
 
 
 def test_chat_shows_no_control_characters():

@@ -9499,7 +9499,7 @@ class LineEditor {
       if (InterruptScope::take()) return std::fputc('\n', stderr), Input::interrupt;
       const int c = next_byte();
       if (c == '\n') return Input::line;
-      if (c == kHangup) return text.empty() ? Input::end : Input::line;    // Ctrl-D ends a message here, not the terminal
+      if (c == kHangup) return std::fputc('\n', stderr), text.empty() ? Input::end : Input::line;    // Ctrl-D
       if (c < 256) text += char(c);
     }
   }

@@ -1149,7 +1149,9 @@ def test_dumb_terminal_and_end_of_input():
     c.send("Hello\n")
     got = c.expect("today\\?")
     assert "\x1b" not in got, got
+    c.expect("> ")
     c.send("\x04")
+    c.expect("^\r\n")                                                              # where the shell's prompt goes
     same(c.end(), 0)
 
 

@@ -9427,6 +9427,7 @@ class LineEditor {
     line_.clear();
     cursor_ = 0;
     above_.clear();
+    edited_.clear();
     at_ = history_.size();
     const Input result = edit(mode);
     cursor_ = line_.size();
@@ -9489,7 +9490,8 @@ class LineEditor {
   };
 
   enum Key : int {
-    kUp = 256, kDown, kLeft, kRight, kHome, kEnd, kDelete, kWordLeft, kWordRight, kPaste, kBreak, kIgnore, kRedraw, kHangup
+    kUp = 256, kDown, kLeft, kRight, kHome, kEnd, kDelete, kWordLeft, kWordRight, kEraseWord, kEraseNext, kPaste, kBreak,
+    kIgnore, kRedraw, kHangup
   };
 
   Input read_plain(TypingMode& mode, const std::string& prompt, std::string& text) {
@@ -9527,15 +9529,19 @@ class LineEditor {
   int read_key() {
     const int c = next_byte();
     if (c != 27) return c;
-    const int c1 = next_byte(40);
+    int c1 = next_byte(40);
+    while (c1 == 27) c1 = next_byte(40);               // Alt with an arrow, in some terminals
     if (c1 == 'b') return kWordLeft;
     if (c1 == 'f') return kWordRight;
+    if (c1 == 'd') return kEraseNext;
+    if (c1 == 8 || c1 == 127) return kEraseWord;
     if (c1 == '\r' || c1 == '\n') return kBreak;
     if (c1 != '[' && c1 != 'O') return kIgnore;
     std::string args;
     int last = next_byte(40);
     for (; (last >= '0' && last <= '9') || last == ';'; last = next_byte(40)) args += char(last);
-    const bool word = args.size() > 2 && args.compare(args.size() - 2, 2, ";5") == 0;      // with Ctrl
+    const std::string modifier = args.substr(args.find_last_of(';') + 1);
+    const bool word = modifier == "5" || modifier == "3";                                   // with Ctrl, with Alt
     switch (last) {
       case 'A': return kUp;
       case 'B': return kDown;
@@ -9601,6 +9607,11 @@ class LineEditor {
     line_.erase(from, to - from);
     cursor_ = from;
   }
+  // As erase, for Ctrl-Y to bring back.
+  void kill(size_t from, size_t to) {
+    if (from < to) killed_ = line_.substr(from, to - from);
+    erase(from, to);
+  }
 
   // Up and Down: within a message of several lines first, then through the history.
   void move_vertically(int direction) {
@@ -9613,9 +9624,10 @@ class LineEditor {
       return;
     }
     if (direction < 0 ? at_ == 0 : at_ == history_.size()) return;
-    if (at_ == history_.size()) unsent_ = line_;
+    edited_[at_] = line_;
     at_ += size_t(direction);
-    line_ = at_ == history_.size() ? unsent_ : history_[at_];
+    const auto edited = edited_.find(at_);
+    line_ = edited != edited_.end() ? edited->second : history_[at_];
     cursor_ = line_.size();
   }
 
@@ -9644,9 +9656,11 @@ class LineEditor {
         case 14: case kDown: move_vertically(+1); break;
         case kWordLeft: cursor_ = word_left(cursor_); break;
         case kWordRight: cursor_ = word_right(cursor_); break;
-        case 11: erase(cursor_, line_end(cursor_)); break;                                // Ctrl-K
-        case 21: erase(line_start(cursor_), cursor_); break;                              // Ctrl-U
-        case 23: erase(word_left(cursor_), cursor_); break;                               // Ctrl-W
+        case 11: kill(cursor_, line_end(cursor_)); break;                                 // Ctrl-K
+        case 21: kill(line_start(cursor_), cursor_); break;                               // Ctrl-U
+        case 23: case kEraseWord: kill(word_left(cursor_), cursor_); break;               // Ctrl-W, Alt-Backspace
+        case kEraseNext: kill(cursor_, word_right(cursor_)); break;                       // Alt-D
+        case 25: insert(killed_); break;                                                  // Ctrl-Y
         case 12: write_out("\x1b[H\x1b[2J"), above_.clear(); break;                       // Ctrl-L
         case 26:                                                                          // Ctrl-Z
           write_out("\r\n");
@@ -9720,7 +9734,8 @@ class LineEditor {
   }
 
   History history_;
-  std::string prompt_, line_, unsent_, pending_;
+  std::string prompt_, line_, pending_, killed_;
+  std::map<size_t, std::string> edited_;      // lines of the history as they were left, and the new one
   std::string above_;                // the last drawing up to the character under the cursor
   size_t cursor_ = 0, at_ = 0, pending_at_ = 0;
   int prompt_columns_ = 0;

@@ -808,6 +808,12 @@ def test_chat_editing():
     holds("19", c.say("What is 12 + 7? rubbish\x17\x7f"))                           # Ctrl-W, Backspace
     holds("19", c.say("What is 12 + 7?ab\x02\x02\x0b"))                             # Ctrl-B twice, Ctrl-K
     holds("19", c.say("\x1b[A"))                                                   # Up: the last message again
+    for keys in ("rubbish What is 12 + 7?\x17\x19\x01\x1bd\x1b[3~",                  # Ctrl-W, Ctrl-Y, Ctrl-A, Alt-D, Delete
+                 "What is rubbish\x1b\x7f12 + 7?\x15\x19",                         # Alt-Backspace, Ctrl-U, Ctrl-Y
+                 "is 12 + 7?" + "\x1b[1;3D" * 4 + "\x1b\x1b[DWhat "):              # Alt-Left as two terminals send it
+        got = c.say(keys)
+        holds("> What is 12 + 7?\r", got)
+        holds("19\r\n", got)
     c.send("x" * 500 + "\x15")                                                     # longer than the screen is wide
     c.send("\x0c")
     c.expect(re.escape("\x1b[H\x1b[2J"))
@@ -816,6 +822,22 @@ def test_chat_editing():
     c.send("\x7f\x7f\x7f\x7f\x15")
     holds("19", c.say("What is 12 + 7?"))
     c.send("\x04")
+    same(c.end(), 0)
+
+
+def test_chat_history_keeps_what_was_edited():
+    c = Chat(*OPTIONS)
+    c.prompt()
+    c.say("Hello")
+    c.say("What is 12 + 8?")
+    up, down = "\x1b[A", "\x1b[B"
+    holds("19", c.say("new" + up + "\x7f\x7f7?" + up + down))
+    c.say("Hello")
+    c.send(up * 3)                                                                 # history has it as it was sent
+    c.expect("> What is 12 \\+ 8\\?\r")
+    c.send("\x15new" + up + up + down + down + "er")
+    c.expect("> newer\r")
+    c.send("\x15\x04")
     same(c.end(), 0)
 
 

@@ -189,16 +189,29 @@ static std::string counted(uint64_t n, const char* noun) {
   throw Error(s, kExitUsage);
 }
 
+// The text with control characters (C0, DEL, C1 as UTF-8) as \xNN, but for those in `keep`.
+static std::string escape_controls(std::string_view s, std::string_view keep) {
+  std::string out;
+  for (size_t i = 0; i < s.size(); i++) {
+    uint8_t c = uint8_t(s[i]);
+    const bool c1 = c == 0xc2 && i + 1 < s.size() && (s[i + 1] & 0xe0) == 0x80;      // U+0080..U+009F
+    if (c1) c = uint8_t(s[++i]);
+    if (c1 || c == 0x7f || (c < 0x20 && keep.find(char(c)) == keep.npos)) out += format("\\x%02x", c);
+    else out += char(c);
+  }
+  return out;
+}
+
 static bool g_quiet = false;     // -q: no notes, warnings, progress or statistics on stderr
 
-// One line on stderr, "ds4: warning: ...", unless -q.
+// One line on stderr, "ds4: warning: ...", unless -q. It quotes file names, which may hold anything.
 __attribute__((format(printf, 1, 2))) static void warn(const char* fmt, ...) {
   if (g_quiet) return;
   va_list args;
   va_start(args, fmt);
   const std::string s = vformat(fmt, args);
   va_end(args);
-  std::fprintf(stderr, "ds4: warning: %s\n", s.c_str());
+  std::fprintf(stderr, "ds4: warning: %s\n", escape_controls(s, "").c_str());
 }
 
 // Sizes that come from a file are multiplied and added only through these.
@@ -6158,18 +6171,7 @@ static std::string utf8_lossy(std::string_view bytes) {
 }
 
 // Text that can't steer a terminal: control characters (C0, DEL, C1) but newline and tab as \xNN, invalid bytes as U+FFFD.
-static std::string terminal_safe(std::string_view text) {
-  const std::string s = utf8_lossy(text);
-  std::string out;
-  for (size_t i = 0; i < s.size(); i++) {
-    uint8_t c = uint8_t(s[i]);
-    const bool c1 = c == 0xc2 && uint8_t(s[i + 1]) < 0xa0;           // U+0080..U+009F
-    if (c1) c = uint8_t(s[++i]);
-    if (c1 || c == 0x7f || (c < 0x20 && c != '\n' && c != '\t')) out += format("\\x%02x", c);
-    else out += char(c);
-  }
-  return out;
-}
+static std::string terminal_safe(std::string_view text) { return escape_controls(utf8_lossy(text), "\n\t"); }
 
 // -- JSON ----
 
@@ -9174,9 +9176,7 @@ __attribute__((format(printf, 1, 2))) static void note(const char* fmt, ...) {
 
 // An error quotes files, options and messages, which may hold anything; it stays one line.
 static void print_error(std::string_view message) {
-  std::string s = terminal_safe(message);
-  for (size_t at; (at = s.find('\n')) != s.npos;) s.replace(at, 1, "\\n");
-  std::fprintf(stderr, "ds4: %s\n", s.c_str());
+  std::fprintf(stderr, "ds4: %s\n", escape_controls(utf8_lossy(message), "").c_str());
 }
 [[maybe_unused]] static void print_error(const std::exception& e) {
   print_error(dynamic_cast<const std::bad_alloc*>(&e) ? "out of memory" : std::string_view(e.what()));
@@ -10816,7 +10816,7 @@ static int run_script(Runtime& rt) {
     (r.why.empty() ? passed : failed)++;
     not_run += !r.ran;
     out.write(result_json(rt, c, r).dump() + "\n");
-    if (!r.why.empty()) note("FAILED %s: %s", (c.name.empty() ? c.what : c.name).c_str(), r.why.c_str());
+    if (!r.why.empty()) note("FAILED %s", escape_controls((c.name.empty() ? c.what : c.name) + ": " + r.why, "").c_str());
     print_stats(rt, r.answer);
     if (o.update && r.ran) lines[c.line - 1] = updated_case(c.json, r.answer).dump();
   }

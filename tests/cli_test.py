@@ -232,7 +232,7 @@ def test_bad_usage():
                          (["--stop", ""], "--stop"), (["-p", ""], "empty"), (["--bench", "gpu"], "gpu"), (["--threads", "99999"], "--threads"), (["--raw", "-p", ""], "empty")):
         fails(ds4(*args), 2, needle)
     fails(ds4(stdin=b""), 2, "empty")
-    fails(ds4("two\nlines"), 2, "'two\\nlines' is no option")
+    fails(ds4("two\nlines"), 2, "'two\\x0alines' is no option")
     for option in ("-m", "-f", "--prompt-tokens", "--messages", "-sysf", "--tools", "--script", "--dump-logits", "--dump-logprobs", "--perplexity-file", "--dump-taps"):
         fails(ds4(option, ""), 2, option + ": the name (")
     for args in (["-sysf", "-"], ["-sysf", "-", "-f", "-"], ["--tools", "-", "--messages", "-"]):
@@ -305,6 +305,15 @@ def test_bad_input():
     fails(ds4("--messages", path("messages", '[{"role": 1}]'), "--tools", path("tools", "[]")), 1, '"role" must be a string, found 1', "messages[")
     fails(ds4("--ctx", "16", "-p", "word " * 100), 1, "16")
     fails(ds4("--dump-logits", "/nowhere/x", "-p", "x"), 1, "/nowhere/x")
+
+
+def test_warnings_are_one_line():
+    with open(MODEL, "rb") as f:
+        r = ds4("--dump-tokens", "-p", "x", model=path("\x1b[31m\nred.gguf", f.read().replace(b"ggml.token_type", b"ggml.token_typx")))
+    holds("\\x1b[31m\\x0ared.gguf: no tokenizer.ggml.token_type", r.err)
+    same((r.code, r.err.count("\n"), r.err.count("\x1b")), (0, 1, 0))
+    r = ds4("--script", path("names.jsonl", '{"name": "a\\nb", "prompt": "Hello", "n": 1, "text": ""}\n'))
+    same((r.code, r.err.split("\n")[1:]), (3, ["0 passed, 1 failed", ""]))
 
 
 def test_no_model():

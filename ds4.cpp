@@ -636,21 +636,21 @@ struct Matrix {
 // (the padding is zero). The sums serve weights that are stored with an offset or a minimum.
 struct ActRow {
   int8_t* q;                         // [n_pad], -127 .. 127
-  int8_t* qt;                        // [n_pad] the same; of 16 blocks side by side: bytes 4t .. 4t + 3 of block l at 64t + 4l
   float* d;                          // [n_pad / 32]
   float *md, *md_lo, *md_hi;         // [n_pad / 32] -d * (sum of q over the 32, its first 16, its last 16)
   int32_t *c, *c_lo, *c_hi;          // [n_pad / 32] -128 * (the same sums)
-  // For IQ2_XXS, written by AVX-512 only: byte 4t + i of a block of qe is byte 8i + t of its q; qet is to qe as qt is to q.
-  int8_t *qe, *qet;                  // [n_pad]
+  // qt: q, of 16 blocks side by side: bytes 4t .. 4t + 3 of block l at 64t + 4l; AVX2 bytes 8t .. 8t + 7 at 128t + 8 * lane_of(l).
+  // For IQ2_XXS on AVX-512: byte 4t + i of a block of qe is byte 8i + t of its q; qet is to qe as qt is to q.
+  int8_t *qt, *qe, *qet;             // [n_pad] written only where they are read
 };
 static inline size_t act_bytes(size_t n) { return size_t(align_up(n, 512)) / 32 * (4 * 32 + 7 * 4); }
 static inline ActRow act_row(const void* act, size_t n) {
   const size_t n_pad = size_t(align_up(n, 512)), nb = n_pad / 32;
   int8_t* q = static_cast<int8_t*>(const_cast<void*>(act));            // only quantize writes
-  float* f = reinterpret_cast<float*>(q + 2 * n_pad);
+  float* f = reinterpret_cast<float*>(q + n_pad);
   int32_t* i = reinterpret_cast<int32_t*>(f + 4 * nb);
-  int8_t* e = reinterpret_cast<int8_t*>(i + 3 * nb);
-  return {q, q + n_pad, f, f + nb, f + 2 * nb, f + 3 * nb, i, i + nb, i + 2 * nb, e, e + n_pad};
+  int8_t* t = reinterpret_cast<int8_t*>(i + 3 * nb);
+  return {q, f, f + nb, f + 2 * nb, f + 3 * nb, i, i + nb, i + 2 * nb, t, t + n_pad, t + 2 * n_pad};
 }
 
 // What kernels and LAYER keep on the stack, so what a model may have at most.
@@ -923,28 +923,31 @@ template <bool kSigned, int kStride = 32> DS4_INLINE i32x16 dot_blocks(const voi
   return block_order(_mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd)));
 }
 template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t* x) { return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(load_le<int32_t>(x)))}; }
-// For lanes of words, AVX-512 and AVX2 only. unzip: w[0], w[1] = the first, second words of the quad words of lane 0 of a, of b,
-// lane 1 of a ..
+// For blocks in lanes, AVX-512 and AVX2 only (see KERNELS): a lane is a piece of kPiece bytes; that of block l is lane_of(l).
+constexpr size_t kPiece = 4;
+constexpr size_t lane_of(size_t l) { return l; }
+using LaneSum = i32x16;
+DS4_INLINE LaneSum no_sum() { return {_mm512_setzero_si512()}; }
 DS4_INLINE i8x64 join(__m256i a, __m256i b) { return {_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)}; }
-DS4_INLINE void unzip(i8x64 a, i8x64 b, i8x64* w) {
-  const __m512 u = _mm512_castsi512_ps(a.v), v = _mm512_castsi512_ps(b.v);
+// Eight bytes of each of sixteen blocks, from those of blocks 0, 1, 4, 5 and so on (AVX-512: words 0, 1 of them in w[0], w[1]).
+DS4_INLINE void pieces(i8x64 a0145, i8x64 a2367, i8x64* w) {
+  const __m512 u = _mm512_castsi512_ps(a0145.v), v = _mm512_castsi512_ps(a2367.v);
   w[0] = {_mm512_castps_si512(_mm512_shuffle_ps(u, v, 0x88))};
   w[1] = {_mm512_castps_si512(_mm512_shuffle_ps(u, v, 0xdd))};
 }
-DS4_INLINE i8x64 byte_of_word(i8x64 a, int i) {                   // byte i of each word, four times
-  const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
-  return {_mm512_shuffle_epi8(a.v, _mm512_add_epi8(first, _mm512_set1_epi8(char(i))))};
-}
-// acc + w . x for two words of each lane, w unsigned. With signs, bits 0-3 and 4-7 of their bytes: AVX2 (kSignsOfX) sums +-w;
+// acc + w . x for eight values of each block, w unsigned. With signs, byte i of the block's word: AVX2 (kSignsOfX) sums +-w;
 // for AVX-512 0 < w < 2c stands for +-(w - c), and it sums +-(w - c) + c.
-DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, const int8_t* x) {
+DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const int8_t* x) {
   return {_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc.v, w[0].v, load512(x)), w[1].v, load512(x + 64))};
 }
-template <int c> DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, i8x64 signs, const int8_t* x) {
+template <int c> DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, i8x64 signs, int i, const int8_t* x) {
+  const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)), s = _mm512_shuffle_epi8(signs.v, _mm512_add_epi8(first, _mm512_set1_epi8(char(i))));
   const __m512i low = _mm512_set1_epi32(0x08040201), high = _mm512_set1_epi32(int(0x80402010)), from = _mm512_set1_epi8(char(2 * c));
-  const i8x64 v[2] = {{_mm512_mask_sub_epi8(w[0].v, _mm512_test_epi8_mask(signs.v, low), from, w[0].v)}, {_mm512_mask_sub_epi8(w[1].v, _mm512_test_epi8_mask(signs.v, high), from, w[1].v)}};
-  return dot_words(acc, v, x);
+  const i8x64 v[2] = {{_mm512_mask_sub_epi8(w[0].v, _mm512_test_epi8_mask(s, low), from, w[0].v)}, {_mm512_mask_sub_epi8(w[1].v, _mm512_test_epi8_mask(s, high), from, w[1].v)}};
+  return dot_lanes(acc, v, x);
 }
+// The sums over values 0 - 15 and 16 - 31 as words; without kBoth lo + hi is right, with kSmall no weight is above 32.
+template <bool kBoth, bool kSmall> DS4_INLINE void finish(LaneSum a, LaneSum b, i32x16* lo, i32x16* hi) { *lo = a, *hi = b; }
 constexpr bool kSignsOfX = false;
 DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
   *lo = {_mm512_permutex2var_epi32(a.v, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), b.v)};
@@ -1120,39 +1123,34 @@ template <bool kSigned> DS4_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const int8_t
   const __m256i b = _mm256_set1_epi32(load_le<int32_t>(x));
   return add(acc, {{dot4_half<kSigned>(w.v[0], b), dot4_half<kSigned>(w.v[1], b)}});
 }
+// Lanes hold blocks 0 1 4 5 2 3 6 7, 8 9 12 13 10 11 14 15, so that nothing crosses the halves of a register. Sums are of 16
+// bits while they add four products: 4 * 63 * 127 < 2^15.
+constexpr size_t kPiece = 8;
+constexpr size_t lane_of(size_t l) { return (l & 9) | (l & 2) << 1 | (l & 4) >> 1; }
+struct LaneSum { __m256i v[4]; };
+DS4_INLINE LaneSum no_sum() { DS4_EACH(LaneSum, _mm256_setzero_si256()); }
 DS4_INLINE i8x64 join(__m256i a, __m256i b) { return {{a, b}}; }
-DS4_INLINE void unzip(i8x64 a, i8x64 b, i8x64* w) {
+DS4_INLINE void pieces(i8x64 a0145, i8x64 a2367, i8x64* w) { w[0] = {{a0145.v[0], a2367.v[0]}}, w[1] = {{a0145.v[1], a2367.v[1]}}; }
+DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const int8_t* x) {
+  DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], load256(x + 32 * i))));
+}
+template <int> DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, i8x64 signs, int byte, const int8_t* x) {
+  const __m256i first = _mm256_set_epi64x(0x0404040404040404, 0, 0x0404040404040404, 0), bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
+  const __m256i positive = _mm256_set1_epi64x(0x01406070787c7e7f);
+  DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], _mm256_sign_epi8(load256(x + 32 * i), _mm256_add_epi8(positive, _mm256_and_si256(bit,
+           _mm256_shuffle_epi8(signs.v[i / 2], _mm256_add_epi8(first, _mm256_set1_epi8(char(byte + i % 2 * 8))))))))));
+}
+template <bool kBoth, bool kSmall> DS4_INLINE void finish(LaneSum a, LaneSum b, i32x16* lo, i32x16* hi) {
+  const __m256i one = _mm256_set1_epi16(1);
   DS4_UNROLL
-  for (int i = 0; i < 2; i++) {
-    const __m256 u = _mm256_castsi256_ps(a.v[i]), v = _mm256_castsi256_ps(b.v[i]);
-    w[0].v[i] = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0x88));
-    w[1].v[i] = _mm256_castps_si256(_mm256_shuffle_ps(u, v, 0xdd));
+  for (int i = 0; i < 4; i++) {
+    if (!kBoth && kSmall) { a.v[i] = _mm256_madd_epi16(_mm256_add_epi16(a.v[i], b.v[i]), one); continue; }
+    a.v[i] = _mm256_madd_epi16(a.v[i], one), b.v[i] = _mm256_madd_epi16(b.v[i], one);
+    if (!kBoth) a.v[i] = _mm256_add_epi32(a.v[i], b.v[i]);
   }
-}
-DS4_INLINE i8x64 byte_of_word(i8x64 a, int i) {
-  const __m256i first = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
-  const __m256i at = _mm256_add_epi8(first, _mm256_set1_epi8(char(i)));
-  return {{_mm256_shuffle_epi8(a.v[0], at), _mm256_shuffle_epi8(a.v[1], at)}};
-}
-// Four products fit into 16 bits: 4 * 63 * 127 < 2^15.
-DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, const int8_t* x) {
-  i32x16 r;
-  DS4_UNROLL
-  for (int i = 0; i < 2; i++)
-    r.v[i] = _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(w[0].v[i], load256(x + 32 * i)), _mm256_maddubs_epi16(w[1].v[i], load256(x + 64 + 32 * i))), _mm256_set1_epi16(1));
-  return add(acc, r);
-}
-template <int c> DS4_INLINE i32x16 dot_words(i32x16 acc, const i8x64* w, i8x64 signs, const int8_t* x) {
-  const __m256i low = _mm256_set1_epi32(0x10080402), high = _mm256_set1_epi32(int(0x80402010)), one = _mm256_set1_epi8(1);
-  i32x16 r;
-  DS4_UNROLL
-  for (int i = 0; i < 2; i++) {
-    const __m256i s = signs.v[i];                                  // below: 1 where positive, 1 - 2^k where negative
-    const __m256i p0 = _mm256_maddubs_epi16(w[0].v[i], _mm256_sign_epi8(load256(x + 32 * i), _mm256_sub_epi8(one, _mm256_and_si256(_mm256_add_epi8(s, s), low))));
-    const __m256i p1 = _mm256_maddubs_epi16(w[1].v[i], _mm256_sign_epi8(load256(x + 64 + 32 * i), _mm256_sub_epi8(one, _mm256_and_si256(s, high))));
-    r.v[i] = _mm256_madd_epi16(_mm256_add_epi16(p0, p1), _mm256_set1_epi16(1));
-  }
-  return add(acc, r);
+  *lo = {{_mm256_hadd_epi32(a.v[0], a.v[1]), _mm256_hadd_epi32(a.v[2], a.v[3])}};
+  if (kBoth) *hi = {{_mm256_hadd_epi32(b.v[0], b.v[1]), _mm256_hadd_epi32(b.v[2], b.v[3])}};
+  else *hi = set1_i32(0);
 }
 constexpr bool kSignsOfX = true;
 DS4_INLINE __m256i zip_half(__m256i a, __m256i b, bool high) {
@@ -1704,6 +1702,7 @@ static void unpack_tq2_0(const uint8_t* p, size_t n, Group& g) {
 struct Tq1Tables {
   uint16_t power[4][32];                       // of the bytes of four times 64 values
   uint16_t lane_power[5][32];                  // of words 0 - 3, 4 .. 7 of sixteen blocks
+  uint16_t quad_power[3][32];                  // of quad words 0 - 1, 2, 3 of eight blocks, in the order of lane_of
   uint32_t lane_word[8][16];                   // where those words are: in q and h of two blocks, 16 words for each
   uint8_t first32[64], first48[64];            // masks
   uint8_t low16[64], last4[64];                // 0 .. 15 in each lane; places of h in the last 16 bytes of the block
@@ -1712,6 +1711,11 @@ constexpr Tq1Tables make_tq1_tables() {
   Tq1Tables t{};
   constexpr uint8_t kPowers[5] = {1, 3, 9, 27, 81};
   for (size_t i = 0; i < 256; i++) t.power[i / 64][i % 64 / 2] = kPowers[i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4];
+  for (size_t k = 0; k < 3; k++)
+    for (size_t i = 0; i < 32; i++) {
+      const size_t lane = i / 4, block = (lane & 1) | (lane & 2) << 1 | (lane & 4) >> 1, v = 32 * block + 8 * (k == 0 ? 0 : k + 1) + 2 * (i % 4);
+      t.quad_power[k][i] = t.power[v / 64][v % 64 / 2];
+    }
   for (size_t i = 0; i < 64; i++) t.first32[i] = i < 32 ? 255 : 0, t.first48[i] = i < 48 ? 255 : 0, t.low16[i] = uint8_t(i % 16), t.last4[i] = uint8_t(10 + i % 4);
   for (size_t k = 0; k < 8; k++)
     for (size_t lane = 0; lane < 16; lane++) {
@@ -1971,13 +1975,15 @@ static void quantize(const float* x, void* act, size_t n) noexcept {
     row.c_lo[b] = -128 * int32_t(sum[0]);
     row.c_hi[b] = -128 * int32_t(sum[1]);
     row.c[b] = row.c_lo[b] + row.c_hi[b];
-    const size_t at = b / 16 * 512 + b % 16 * 4;
-    for (size_t t = 0; t < 8; t++) std::memcpy(row.qt + at + 64 * t, row.q + i + 4 * t, 4);
+#if DS4_PASS >= 2
+    const size_t lane = b / 16 * 512 + lane_of(b % 16) * kPiece;
+    for (size_t t = 0; t < 32 / kPiece; t++) std::memcpy(row.qt + lane + 16 * kPiece * t, row.q + i + kPiece * t, kPiece);
+#endif
 #if DS4_PASS == 3
     const __m256i order = _mm256_setr_epi32(0x18100800, 0x19110901, 0x1a120a02, 0x1b130b03, 0x1c140c04, 0x1d150d05, 0x1e160e06, 0x1f170f07);
     int8_t* qe = row.qe + i;
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(qe), _mm256_permutexvar_epi8(order, load256(row.q + i)));
-    for (size_t t = 0; t < 8; t++) std::memcpy(row.qet + at + 64 * t, qe + 4 * t, 4);
+    for (size_t t = 0; t < 8; t++) std::memcpy(row.qet + lane + 64 * t, qe + 4 * t, 4);
 #endif
   }
 }
@@ -2141,8 +2147,8 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 
 #if DS4_PASS >= 2
 // -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
-// Word t of lane l is values 4t .. 4t + 3 of block l (IQ2_XXS on AVX-512: t, 8 + t, 16 + t, 24 + t): the products need no sum
-// across lanes. For the types with a grid, TQ1_0 and those with the most weights; the numbers are those of the Group form, so
+// Word t of lane l is values 4t .. 4t + 3 of block l (IQ2_XXS on AVX-512: t, 8 + t, 16 + t, 24 + t), on AVX2 quad word t values
+// 8t .. 8t + 7 of the block of that lane: products need no sum across lanes, or one of neighbours at the end. For the types with a grid, TQ1_0 and those with the most weights; the numbers are those of the Group form, so
 // the results are too.
 
 DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
@@ -2178,20 +2184,28 @@ DS4_INLINE f32x16 add_sums(f32x16 acc, i32x16 lo, i32x16 hi, const LaneScales& g
   }
 }
 
-// w[0], w[1] = words 2i, 2i + 1 of the sixteen blocks whose numbers begin at a and b.
-template <int kStep, class I> DS4_INLINE void grid_words(const uint64_t* grid, const I* a, const I* b, size_t i, i8x64* w) {
+// Values 8i .. 8i + 7 of the sixteen blocks whose numbers begin at a and b.
+template <int kStep, class I> DS4_INLINE void grid_pieces(const uint64_t* grid, const I* a, const I* b, size_t i, i8x64* w) {
   auto entries = [&](const I* p, size_t k0, size_t k1, size_t k2, size_t k3) {
     const I index[4] = {p[kStep * k0 + i], p[kStep * k1 + i], p[kStep * k2 + i], p[kStep * k3 + i]};
     return grid8_half(grid, index);
   };
-  unzip(join(entries(a, 0, 1, 4, 5), entries(b, 0, 1, 4, 5)), join(entries(a, 2, 3, 6, 7), entries(b, 2, 3, 6, 7)), w);
+  pieces(join(entries(a, 0, 1, 4, 5), entries(b, 0, 1, 4, 5)), join(entries(a, 2, 3, 6, 7), entries(b, 2, 3, 6, 7)), w);
 }
-template <int kStep, class I> DS4_INLINE void grid_words(const uint32_t* grid, const I* a, const I* b, size_t i, i8x64* w) {
+template <int kStep, class I> DS4_INLINE void grid_pieces(const uint32_t* grid, const I* a, const I* b, size_t i, i8x64* w) {
+#if DS4_PASS == 3
   auto entries = [&](const I* p) {
     const I index[8] = {p[0], p[kStep], p[2 * kStep], p[3 * kStep], p[4 * kStep], p[5 * kStep], p[6 * kStep], p[7 * kStep]};
     return grid4_half(grid, index);
   };
   for (size_t h = 0; h < 2; h++) w[h] = join(entries(a + 2 * i + h), entries(b + 2 * i + h));
+#else
+  auto entries = [&](const I* p) {                                 // blocks 0, 1, 4, 5 from p on
+    const I index[8] = {p[0], p[1], p[kStep], p[kStep + 1], p[4 * kStep], p[4 * kStep + 1], p[5 * kStep], p[5 * kStep + 1]};
+    return grid4_half(grid, index);
+  };
+  w[0] = join(entries(a + 2 * i), entries(a + 2 * i + 2 * kStep)), w[1] = join(entries(b + 2 * i), entries(b + 2 * i + 2 * kStep));
+#endif
 }
 // A grid as dot_words wants it: AVX2 without the offset, where there are signs.
 template <class T, size_t n> constexpr std::array<T, n> minus_each(std::array<T, n> a, uint8_t v) {
@@ -2204,32 +2218,38 @@ template <class T> DS4_INLINE auto row_grid() {
   else return T::table.data();
 }
 
+// Else GCC works out the address of every load on its own and keeps them all in memory.
+DS4_INLINE const int8_t* one_base(const int8_t* p) { asm("" : "+r"(p)); return p; }
+
 // acc[t] += the 16 blocks of a and b, read into g, times the activations of token t from block `at` on, for n tokens.
 template <class Block>
 DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, const void* const* x, size_t cols, size_t at, size_t n, f32x16* acc) {
   using T = GridType<Block>;
   constexpr bool kOffsets = !(T::kSigns && kSignsOfX);
   const auto *ia = grid_index(a, g, 0), *ib = grid_index(b, g, 1);
-  const i32x16 offset = set1_i32(T::kOffset);
-  i32x16 lo[kMaxRowTokens], hi[kMaxRowTokens];
-  for (size_t t = 0; t < n; t++) {
-    const ActRow row = act_row(x[t], cols);
-    lo[t] = kOffsets ? mul(sar<7>(load_i32((T::kScaled ? row.c_lo : row.c) + at)), offset) : set1_i32(0);
-    hi[t] = kOffsets && T::kScaled ? mul(sar<7>(load_i32(row.c_hi + at)), offset) : set1_i32(0);
-  }
+  LaneSum sums[kMaxRowTokens][2];
+  for (size_t t = 0; t < n; t++) sums[t][0] = sums[t][1] = no_sum();
   DS4_UNROLL
   for (size_t i = 0; i < 4; i++) {
     i8x64 w[2];
-    grid_words<T::kStep>(row_grid<T>(), ia, ib, i, w);
+    grid_pieces<T::kStep>(row_grid<T>(), ia, ib, i, w);
     for (size_t t = 0; t < n; t++) {
-      i32x16& sum = i < 2 ? lo[t] : hi[t];
-      const int8_t* q = act_row(x[t], cols).qt + 32 * at + 128 * i;
-      if constexpr (T::kSigns) sum = dot_words<T::kOffset>(sum, w, byte_of_word(g.signs, int(i)), q);
-      else sum = dot_words(sum, w, q);
+      LaneSum& sum = sums[t][i / 2];
+      const int8_t* q = one_base(act_row(x[t], cols).qt + 32 * at) + 128 * i;
+      if constexpr (T::kSigns) sum = dot_lanes<T::kOffset>(sum, w, g.signs, int(i), q);
+      else sum = dot_lanes(sum, w, q);
     }
   }
   for (size_t t = 0; t < n; t++) {
-    const f32x16 sum = add_sums<Block>(acc[t], lo[t], hi[t], g.scales, act_row(x[t], cols), at);
+    const ActRow row = act_row(x[t], cols);
+    i32x16 lo, hi;
+    finish<T::kScaled, T::kOffset <= 16>(sums[t][0], sums[t][1], &lo, &hi);
+    if constexpr (kOffsets) {
+      const i32x16 offset = set1_i32(T::kOffset);
+      lo = add(lo, mul(sar<7>(load_i32((T::kScaled ? row.c_lo : row.c) + at)), offset));
+      if constexpr (T::kScaled) hi = add(hi, mul(sar<7>(load_i32(row.c_hi + at)), offset));
+    }
+    const f32x16 sum = add_sums<Block>(acc[t], lo, hi, g.scales, row, at);
     acc[t] = a != b ? sum : first_of(sum, 8, acc[t]);
   }
 }
@@ -2270,52 +2290,35 @@ DS4_INLINE void load_lanes(const Block* a, const Block* b, LaneGroup<Block>& g) 
   load_scales(a, b, g.scales);
   g.block[0] = a, g.block[1] = b;
 }
-DS4_INLINE __m256i word_at(const void* p) { return _mm256_set1_epi32(load_le<int32_t>(p)); }
-// The sums over 8 lanes; q: word t of the activations at 64t. Products are summed in 16 bits while they cannot overflow.
-DS4_INLINE void dot_lanes(const BlockQ2_K& b, const int8_t* q, __m256i* lo, __m256i* hi) {
-  const __m256i shift = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
-  DS4_UNROLL
-  for (int h = 0; h < 2; h++) {
-    __m256i p[4];
-    DS4_UNROLL
-    for (int t = 0; t < 4; t++) {
-      const __m256i w = _mm256_blend_epi32(word_at(b.q + 16 * h + 4 * t), word_at(b.q + 32 + 16 * h + 4 * t), 0xf0);
-      p[t] = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srlv_epi32(w, shift), _mm256_set1_epi8(3)), load256(q + 256 * h + 64 * t));
-    }
-    *(h == 0 ? lo : hi) = _mm256_madd_epi16(_mm256_add_epi16(_mm256_add_epi16(p[0], p[1]), _mm256_add_epi16(p[2], p[3])), _mm256_set1_epi16(1));
-  }
+// Values 8i .. 8i + 7 of the 8 blocks of 32: 0 1 4 5 into w[0], 2 3 6 7 into w[1].
+DS4_INLINE __m256i quad_at(const void* p) { return _mm256_set1_epi64x(load_le<int64_t>(p)); }
+DS4_INLINE __m256i quads_at(const uint8_t* p, const uint8_t* q) { return _mm256_blend_epi32(quad_at(p), quad_at(q), 0xf0); }
+DS4_INLINE __m256i shifted(__m256i a, int even, int odd, char mask) { return _mm256_and_si256(_mm256_srlv_epi64(a, _mm256_set_epi64x(odd, even, odd, even)), _mm256_set1_epi8(mask)); }
+DS4_INLINE i8x64 lane_pieces(const BlockQ2_K& b, int i) {
+  const __m256i q = quads_at(b.q + 8 * i, b.q + 32 + 8 * i);
+  return {{shifted(q, 0, 2, 3), shifted(q, 4, 6, 3)}};
 }
-DS4_INLINE void dot_lanes(const BlockQ4_K& b, const int8_t* q, __m256i* lo, __m256i* hi) {
-  const __m256i shift = _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4);
-  __m256i sum = _mm256_setzero_si256();
-  DS4_UNROLL
-  for (int t = 0; t < 8; t++) {
-    const uint8_t* p = b.q + 4 * t;
-    const __m256i w = _mm256_blend_epi32(_mm256_blend_epi32(word_at(p), word_at(p + 32), 0x0c), _mm256_blend_epi32(word_at(p + 64), word_at(p + 96), 0xc0), 0xf0);
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srlv_epi32(w, shift), _mm256_set1_epi8(15)), load256(q + 64 * t)));   // 16 * 15 * 127 < 2^15
-  }
-  *lo = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-  *hi = _mm256_setzero_si256();
+DS4_INLINE i8x64 lane_pieces(const BlockQ4_K& b, int i) {
+  return {{shifted(quads_at(b.q + 8 * i, b.q + 64 + 8 * i), 0, 4, 15), shifted(quads_at(b.q + 32 + 8 * i, b.q + 96 + 8 * i), 0, 4, 15)}};
 }
-DS4_INLINE void dot_lanes(const BlockTQ1_0& b, const int8_t* q, __m256i* lo, __m256i* hi) {
-  const __m256i h = word_at(b.h);
-  __m256i sum = _mm256_setzero_si256();
-  DS4_UNROLL
-  for (int t = 0; t < 4; t++) {
-    const __m256i c = word_at(b.q + 32 + 4 * t);
-    const __m256i w0 = _mm256_blend_epi32(word_at(b.q + 4 * t), c, 0xe0);
-    const __m256i w1 = _mm256_blend_epi32(_mm256_blend_epi32(word_at(b.q + 16 + 4 * t), c, 0x60), h, 0x80);
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(digit3_half(w0, load256(kTq1Tables.lane_power[0])), load256(q + 64 * t)));
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(digit3_half(w1, load256(kTq1Tables.lane_power[1 + t])), load256(q + 256 + 64 * t)));
-  }
-  *lo = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-  *hi = _mm256_setzero_si256();
+DS4_INLINE i8x64 lane_pieces(const BlockTQ1_0& b, int i) {
+  const __m256i q = quad_at(b.q + 8 * i), c = quad_at(b.q + 32 + 8 * (i % 2));
+  __m256i last = _mm256_blend_epi32(q, c, 0xf0);
+  if (i >= 2) last = _mm256_blend_epi32(last, _mm256_set1_epi32(load_le<int32_t>(b.h)), 0xc0);
+  const uint16_t* power = kTq1Tables.quad_power[i < 2 ? 0 : i - 1];
+  return {{digit3_half(_mm256_blend_epi32(q, c, 0xc0), load256(power)), digit3_half(last, load256(power + 16))}};
 }
 template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
-  i32x16 lo, hi;
+  LaneSum sum[2] = {no_sum(), no_sum()};
+  const int8_t* q = one_base(x.qt + 32 * b);
   DS4_UNROLL
-  for (int h = 0; h < 2; h++) dot_lanes(*g.block[h], x.qt + 32 * b + 32 * h, &lo.v[h], &hi.v[h]);
+  for (int i = 0; i < 4; i++) {
+    const i8x64 w[2] = {lane_pieces(*g.block[0], i), lane_pieces(*g.block[1], i)};
+    sum[i / 2] = dot_lanes(sum[i / 2], w, q + 128 * i);
+  }
+  i32x16 lo, hi;
+  finish<std::is_same_v<Block, BlockQ2_K>, true>(sum[0], sum[1], &lo, &hi);
   if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = add(lo, sar<7>(load_i32(x.c + b)));                 // -sum
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }

@@ -3771,7 +3771,7 @@ class ThreadPool {
   }
 
   void work(int thread) {
-    sigset_t terminal;                           // these are to interrupt the read() of the thread at the terminal
+    sigset_t terminal;                           // these are to interrupt the wait of the thread at the terminal
     sigemptyset(&terminal);
     for (int signal : {SIGINT, SIGCONT, SIGWINCH}) sigaddset(&terminal, signal);
     pthread_sigmask(SIG_BLOCK, &terminal, nullptr);
@@ -9486,8 +9486,7 @@ class LineEditor {
     static void mask_signals(int how) {
       sigset_t set;
       sigemptyset(&set);
-      sigaddset(&set, SIGINT);
-      sigaddset(&set, SIGWINCH);
+      for (int signal : {SIGINT, SIGCONT, SIGWINCH}) sigaddset(&set, signal);
       pthread_sigmask(how, &set, nullptr);
     }
   };

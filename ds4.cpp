@@ -9421,7 +9421,6 @@ class LineEditor {
     g_continued = false;
     const SignalScope continues(SIGCONT, [](int) { g_continued = true; }), resizes(SIGWINCH, [](int) {});
     TypingMode mode;
-    const SignalScope ends(SIGTERM, TypingMode::end);
     if (!g_streams.editor) return read_plain(mode, prompt, text);
     if (int n = 0; ioctl(STDIN_FILENO, FIONREAD, &n) == 0) typed_ahead_ = n;
     prompt_ = prompt;
@@ -9735,6 +9734,7 @@ class LineEditor {
     above_ += rows[size_t(cursor_row)].substr(0, cursor_end);
   }
 
+  const SignalScope ends_{SIGTERM, TypingMode::end};      // during an answer too: the terminal keeps leave()'s modes
   History history_;
   std::string prompt_, line_, pending_, killed_;
   std::map<size_t, std::string> edited_;      // lines of the history as they were left, and the new one

@@ -725,7 +725,8 @@ class Chat:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 shell = termios.ECHO | termios.ICANON | termios.ISIG
-                same(termios.tcgetattr(self.fd)[3] & (shell | termios.NOFLSH), shell, "the terminal's modes")
+                self.modes = termios.tcgetattr(self.fd)
+                same(self.modes[3] & (shell | termios.NOFLSH), shell, "the terminal's modes")
                 os.close(self.fd)
                 return os.waitstatus_to_exitcode(status)
             self.read(0.05)
@@ -947,7 +948,13 @@ def test_chat_ended_from_outside_leaves_the_terminal_as_it_was():
     assert termios.tcgetattr(c.fd) != before
     os.kill(c.pid, signal.SIGTERM)
     c.expect(re.escape("\x1b[?2004l"))
-    same((termios.tcgetattr(c.fd), c.end()), (before, -signal.SIGTERM))
+    same((c.end(), c.modes), (-signal.SIGTERM, before))
+    c = Chat(*OPTIONS, "--ignore-eos")
+    c.prompt()
+    c.send("Hello\r")
+    c.expect("today")
+    os.kill(c.pid, signal.SIGTERM)
+    same((c.end(), c.modes), (-signal.SIGTERM, before))
 
 
 def test_chat_warns_before_it_is_ended():

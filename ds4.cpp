@@ -2148,8 +2148,8 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 #if DS4_PASS >= 2
 // -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
 // Word t of lane l is values 4t .. 4t + 3 of block l (IQ2_XXS on AVX-512: t, 8 + t, 16 + t, 24 + t), on AVX2 quad word t values
-// 8t .. 8t + 7 of the block of that lane: products need no sum across lanes, or one of neighbours at the end. For the types with a grid, TQ1_0 and those with the most weights; the numbers are those of the Group form, so
-// the results are too.
+// 8t .. 8t + 7 of the block of that lane: products need no sum across lanes, or one of neighbours at the end. For the types with
+// a grid, TQ1_0 and those with the most weights; the numbers are those of the Group form, so the results are too.
 
 DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
 DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& g) {
@@ -2207,7 +2207,7 @@ template <int kStep, class I> DS4_INLINE void grid_pieces(const uint32_t* grid, 
   w[0] = join(entries(a + 2 * i), entries(a + 2 * i + 2 * kStep)), w[1] = join(entries(b + 2 * i), entries(b + 2 * i + 2 * kStep));
 #endif
 }
-// A grid as dot_words wants it: AVX2 without the offset, where there are signs.
+// A grid as dot_lanes wants it: AVX2 without the offset, where there are signs.
 template <class T, size_t n> constexpr std::array<T, n> minus_each(std::array<T, n> a, uint8_t v) {
   for (T& entry : a) entry -= T(0x0101010101010101) * v;
   return a;
@@ -10603,7 +10603,7 @@ static ScriptCase read_case(Runtime& rt, Json json, size_t line, uint32_t defaul
                                    "text", "contains", "facts", "tokens_out", "hash", "finish"};
   for (size_t i = 0; i < c.json.size(); i++)       // a misspelt expectation would always hold
     if (std::find(std::begin(kKeys), std::end(kKeys), c.json.key(i)) == std::end(kKeys))
-      warn("%s: the key \"%s\" is unknown and does nothing", terminal_safe(what).c_str(), printable(c.json.key(i)).c_str());
+      warn("%s: the key \"%s\" is unknown and does nothing", what.c_str(), printable(c.json.key(i)).c_str());
 
   o.run.ctx = default_ctx;
   if (!was_given(o, "--temp")) o.generate.sampler.temp = 0;

@@ -1136,7 +1136,7 @@ DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const int8_t* x) {
 }
 template <int> DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, i8x64 signs, int byte, const int8_t* x) {
   const __m256i first = _mm256_set_epi64x(0x0404040404040404, 0, 0x0404040404040404, 0), bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
-  const __m256i positive = _mm256_set1_epi64x(0x01406070787c7e7f);
+  const __m256i positive = _mm256_set1_epi64x(0x01406070787c7e7f);                    // negative once the byte's bit is added, never 0
   DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], _mm256_sign_epi8(load256(x + 32 * i), _mm256_add_epi8(positive, _mm256_and_si256(bit,
            _mm256_shuffle_epi8(signs.v[i / 2], _mm256_add_epi8(first, _mm256_set1_epi8(char(byte + i % 2 * 8))))))))));
 }

@@ -1137,8 +1137,13 @@ DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const int8_t* x) {
 template <int> DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, i8x64 signs, int byte, const int8_t* x) {
   const __m256i first = _mm256_set_epi64x(0x0404040404040404, 0, 0x0404040404040404, 0), bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
   const __m256i positive = _mm256_set1_epi64x(0x01406070787c7e7f);                    // negative once the byte's bit is added, never 0
-  DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], _mm256_sign_epi8(load256(x + 32 * i), _mm256_add_epi8(positive, _mm256_and_si256(bit,
-           _mm256_shuffle_epi8(signs.v[i / 2], _mm256_add_epi8(first, _mm256_set1_epi8(char(byte + i % 2 * 8))))))))));
+  DS4_UNROLL
+  for (int i = 0; i < 4; i++) {
+    const __m256i from = _mm256_add_epi8(first, _mm256_set1_epi8(char(byte + i % 2 * 8)));
+    const __m256i sign = _mm256_add_epi8(positive, _mm256_and_si256(bit, _mm256_shuffle_epi8(signs.v[i / 2], from)));
+    acc.v[i] = _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], _mm256_sign_epi8(load256(x + 32 * i), sign)));
+  }
+  return acc;
 }
 template <bool kBoth, bool kSmall> DS4_INLINE void finish(LaneSum a, LaneSum b, i32x16* lo, i32x16* hi) {
   const __m256i one = _mm256_set1_epi16(1);
@@ -1701,9 +1706,6 @@ static void unpack_tq2_0(const uint8_t* p, size_t n, Group& g) {
 // Digit k of a byte is the top one of the byte times 3^k. The values: 5 digits of q[0..31], 5 of q[32..47], 4 of h.
 struct Tq1Tables {
   uint16_t power[4][32];                       // of the bytes of four times 64 values
-  uint16_t lane_power[5][32];                  // of words 0 - 3, 4 .. 7 of sixteen blocks
-  uint16_t quad_power[3][32];                  // of quad words 0 - 1, 2, 3 of eight blocks, in the order of lane_of
-  uint32_t lane_word[8][16];                   // where those words are: in q and h of two blocks, 16 words for each
   uint8_t first32[64], first48[64];            // masks
   uint8_t low16[64], last4[64];                // 0 .. 15 in each lane; places of h in the last 16 bytes of the block
 };
@@ -1711,18 +1713,7 @@ constexpr Tq1Tables make_tq1_tables() {
   Tq1Tables t{};
   constexpr uint8_t kPowers[5] = {1, 3, 9, 27, 81};
   for (size_t i = 0; i < 256; i++) t.power[i / 64][i % 64 / 2] = kPowers[i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4];
-  for (size_t k = 0; k < 3; k++)
-    for (size_t i = 0; i < 32; i++) {
-      const size_t lane = i / 4, block = (lane & 1) | (lane & 2) << 1 | (lane & 4) >> 1, v = 32 * block + 8 * (k == 0 ? 0 : k + 1) + 2 * (i % 4);
-      t.quad_power[k][i] = t.power[v / 64][v % 64 / 2];
-    }
   for (size_t i = 0; i < 64; i++) t.first32[i] = i < 32 ? 255 : 0, t.first48[i] = i < 48 ? 255 : 0, t.low16[i] = uint8_t(i % 16), t.last4[i] = uint8_t(10 + i % 4);
-  for (size_t k = 0; k < 8; k++)
-    for (size_t lane = 0; lane < 16; lane++) {
-      const size_t block = lane % 8, first = 32 * block + 4 * k;       // the first value of the word
-      t.lane_word[k][lane] = uint32_t(lane / 8 * 16 + (block < 5 ? k : first < 240 ? 8 + k % 4 : 12));
-      for (size_t i = 0; i < 2; i++) t.lane_power[k < 4 ? 0 : k - 3][2 * lane + i] = t.power[first / 64][first % 64 / 2];
-    }
   return t;
 }
 alignas(64) constexpr Tq1Tables kTq1Tables = make_tq1_tables();
@@ -2290,10 +2281,10 @@ DS4_INLINE void load_lanes(const Block* a, const Block* b, LaneGroup<Block>& g) 
   load_scales(a, b, g.scales);
   g.block[0] = a, g.block[1] = b;
 }
-// Values 8i .. 8i + 7 of the 8 blocks of 32: 0 1 4 5 into w[0], 2 3 6 7 into w[1].
 DS4_INLINE __m256i quad_at(const void* p) { return _mm256_set1_epi64x(load_le<int64_t>(p)); }
 DS4_INLINE __m256i quads_at(const uint8_t* p, const uint8_t* q) { return _mm256_blend_epi32(quad_at(p), quad_at(q), 0xf0); }
 DS4_INLINE __m256i shifted(__m256i a, int even, int odd, char mask) { return _mm256_and_si256(_mm256_srlv_epi64(a, _mm256_set_epi64x(odd, even, odd, even)), _mm256_set1_epi8(mask)); }
+// Values 8i .. 8i + 7 of the 8 blocks of 32: of 0 1 4 5 in v[0], of 2 3 6 7 in v[1].
 DS4_INLINE i8x64 lane_pieces(const BlockQ2_K& b, int i) {
   const __m256i q = quads_at(b.q + 8 * i, b.q + 32 + 8 * i);
   return {{shifted(q, 0, 2, 3), shifted(q, 4, 6, 3)}};
@@ -2301,11 +2292,24 @@ DS4_INLINE i8x64 lane_pieces(const BlockQ2_K& b, int i) {
 DS4_INLINE i8x64 lane_pieces(const BlockQ4_K& b, int i) {
   return {{shifted(quads_at(b.q + 8 * i, b.q + 64 + 8 * i), 0, 4, 15), shifted(quads_at(b.q + 32 + 8 * i, b.q + 96 + 8 * i), 0, 4, 15)}};
 }
+// TQ1_0: the powers of 3 for quad words 0 and 1, 2, 3 of the 8 blocks, in lanes.
+using QuadPowers = std::array<std::array<uint16_t, 32>, 3>;
+constexpr QuadPowers make_quad_powers() {
+  QuadPowers t{};
+  for (size_t k = 0; k < 3; k++)
+    for (size_t block = 0; block < 8; block++)
+      for (size_t i = 0; i < 4; i++) {
+        const size_t v = 32 * block + 8 * (k == 0 ? 0 : k + 1) + 2 * i;
+        t[k][4 * lane_of(block) + i] = kTq1Tables.power[v / 64][v % 64 / 2];
+      }
+  return t;
+}
+alignas(64) constexpr QuadPowers kQuadPowers = make_quad_powers();
 DS4_INLINE i8x64 lane_pieces(const BlockTQ1_0& b, int i) {
   const __m256i q = quad_at(b.q + 8 * i), c = quad_at(b.q + 32 + 8 * (i % 2));
   __m256i last = _mm256_blend_epi32(q, c, 0xf0);
   if (i >= 2) last = _mm256_blend_epi32(last, _mm256_set1_epi32(load_le<int32_t>(b.h)), 0xc0);
-  const uint16_t* power = kTq1Tables.quad_power[i < 2 ? 0 : i - 1];
+  const uint16_t* power = kQuadPowers[i < 2 ? 0 : size_t(i) - 1].data();
   return {{digit3_half(_mm256_blend_epi32(q, c, 0xc0), load256(power)), digit3_half(last, load256(power + 16))}};
 }
 template <class Block>
@@ -2414,10 +2418,26 @@ DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneGroup<Blo
   load_scales(a, b, g.scales);
 }
 
+// TQ1_0: where the words of sixteen blocks are in q and h of two, 16 words for each, and the powers of 3 for words 0 - 3, 4 .. 7.
+struct WordTables {
+  uint32_t word[8][16];
+  uint16_t power[5][32];
+};
+constexpr WordTables make_word_tables() {
+  WordTables t{};
+  for (size_t k = 0; k < 8; k++)
+    for (size_t lane = 0; lane < 16; lane++) {
+      const size_t block = lane % 8, first = 32 * block + 4 * k;       // the first value of the word
+      t.word[k][lane] = uint32_t(lane / 8 * 16 + (block < 5 ? k : first < 240 ? 8 + k % 4 : 12));
+      for (size_t i = 0; i < 2; i++) t.power[k < 4 ? 0 : k - 3][2 * lane + i] = kTq1Tables.power[first / 64][first % 64 / 2];
+    }
+  return t;
+}
+alignas(64) constexpr WordTables kWordTables = make_word_tables();
 DS4_INLINE void load_lanes(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneGroup<BlockTQ1_0>& g) {
   const __m512i qa = _mm512_maskz_loadu_epi32(0x1fff, a->q), qb = _mm512_maskz_loadu_epi32(0x1fff, b->q);   // q and h
   DS4_UNROLL
-  for (int w = 0; w < 8; w++) g.w[w] = digit3({_mm512_permutex2var_epi32(qa, load512(kTq1Tables.lane_word[w]), qb)}, kTq1Tables.lane_power[w < 4 ? 0 : w - 3]).v;
+  for (int w = 0; w < 8; w++) g.w[w] = digit3({_mm512_permutex2var_epi32(qa, load512(kWordTables.word[w]), qb)}, kWordTables.power[w < 4 ? 0 : w - 3]).v;
   load_scales(a, b, g.scales);
 }
 
@@ -3622,6 +3642,14 @@ static DS4_INLINE void spin_pause() {
 #endif
 }
 
+// Blocks or unblocks (SIG_BLOCK, SIG_UNBLOCK) for this thread what the thread at the terminal waits for.
+static void mask_terminal_signals(int how) {
+  sigset_t set;
+  sigemptyset(&set);
+  for (int signal : {SIGINT, SIGCONT, SIGWINCH}) sigaddset(&set, signal);
+  pthread_sigmask(how, &set, nullptr);
+}
+
 // A place where one thread waits for another: spins for a while, then sleeps.
 class Parker {
  public:
@@ -3771,10 +3799,7 @@ class ThreadPool {
   }
 
   void work(int thread) {
-    sigset_t terminal;                           // these are to interrupt the wait of the thread at the terminal
-    sigemptyset(&terminal);
-    for (int signal : {SIGINT, SIGCONT, SIGWINCH}) sigaddset(&terminal, signal);
-    pthread_sigmask(SIG_BLOCK, &terminal, nullptr);
+    mask_terminal_signals(SIG_BLOCK);
     Worker& me = workers_[thread];
     for (uint64_t seen = 0; !quit_;) {
       me.parker.wait([&] { return quit_ || (job_ != seen && !me.benched); }, me.benched ? 0 : kSpin);
@@ -9127,6 +9152,7 @@ struct Streams {
 };
 static Streams g_streams;
 static termios g_modes;              // of the terminal at stdin, before anything changed them
+constexpr std::string_view kPasteOn = "\x1b[?2004h", kPasteOff = "\x1b[?2004l";       // marks around what is pasted
 
 enum class ColorMode { automatic, always, never };
 
@@ -9198,6 +9224,18 @@ static std::atomic<bool> g_interrupted{false};
 static std::atomic<int> g_interrupts_unseen{0};
 static std::atomic<bool> g_reading{false};         // a prompt: a step of it may take half a minute
 
+// For handlers: the terminal as it was, unless another job has it.
+static void restore_terminal() {
+  if (tcgetpgrp(STDIN_FILENO) != getpgrp()) return;
+  if (g_streams.editor) (void)!write(STDOUT_FILENO, kPasteOff.data(), kPasteOff.size());
+  tcsetattr(STDIN_FILENO, TCSANOW, &g_modes);
+}
+static void restore_terminal_and_end(int signal_number) {
+  restore_terminal();
+  signal(signal_number, SIG_DFL);
+  raise(signal_number);
+}
+
 // While one of these lives, the signal has this handler, and ends a wait for the terminal.
 class SignalScope {
  public:
@@ -9233,7 +9271,7 @@ class InterruptScope : SignalScope {
     g_interrupted = true;
     const int n = ++g_interrupts_unseen, error = errno;
     if (n >= 3) {
-      if (tcgetpgrp(STDIN_FILENO) == getpgrp()) tcsetattr(STDIN_FILENO, TCSANOW, &g_modes);
+      restore_terminal();
       _exit(kExitInterrupted);
     }
     if (n == (g_reading ? 1 : 2) && !g_quiet) (void)!write(STDERR_FILENO, kHint, sizeof kHint - 1);
@@ -9450,7 +9488,7 @@ class LineEditor {
     TypingMode(const TypingMode&) = delete;
     TypingMode& operator=(const TypingMode&) = delete;
     void enter() {
-      mask_signals(SIG_BLOCK);
+      mask_terminal_signals(SIG_BLOCK);
       termios modes = g_modes;
       if (g_streams.editor) {
         modes.c_iflag &= ~tcflag_t(BRKINT | ICRNL | INPCK | ISTRIP | IXON);
@@ -9459,34 +9497,19 @@ class LineEditor {
         modes.c_cc[VTIME] = 0;
       }
       set(modes);
-      if (g_streams.editor) write_out("\x1b[?2004h");
+      if (g_streams.editor) write_out(kPasteOn);
     }
     void leave() {
-      if (g_streams.editor) (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
+      if (g_streams.editor) (void)!write(STDOUT_FILENO, kPasteOff.data(), kPasteOff.size());
       termios modes = g_modes;
       modes.c_lflag |= NOFLSH;
       set(modes);
-      mask_signals(SIG_UNBLOCK);
-    }
-    // For SIGTERM: the terminal as it was, unless another job has it, then the end.
-    static void end(int signal_number) {
-      if (tcgetpgrp(STDIN_FILENO) == getpgrp()) {
-        if (g_streams.editor) (void)!write(STDOUT_FILENO, "\x1b[?2004l", 8);
-        tcsetattr(STDIN_FILENO, TCSANOW, &g_modes);
-      }
-      signal(signal_number, SIG_DFL);
-      raise(signal_number);
+      mask_terminal_signals(SIG_UNBLOCK);
     }
 
    private:
     static void set(const termios& modes) {
       while (tcsetattr(STDIN_FILENO, TCSADRAIN, &modes) != 0 && errno == EINTR) {}    // bg, then fg: stopped and continued in here
-    }
-    static void mask_signals(int how) {
-      sigset_t set;
-      sigemptyset(&set);
-      for (int signal : {SIGINT, SIGCONT, SIGWINCH}) sigaddset(&set, signal);
-      pthread_sigmask(how, &set, nullptr);
     }
   };
 
@@ -9734,7 +9757,8 @@ class LineEditor {
     above_ += rows[size_t(cursor_row)].substr(0, cursor_end);
   }
 
-  const SignalScope ends_{SIGTERM, TypingMode::end};      // during an answer too: the terminal keeps leave()'s modes
+  // During an answer too: the terminal keeps leave()'s modes.
+  const SignalScope terminates_{SIGTERM, restore_terminal_and_end}, quits_{SIGQUIT, restore_terminal_and_end}, hangs_up_{SIGHUP, restore_terminal_and_end};
   History history_;
   std::string prompt_, line_, pending_, killed_;
   std::map<size_t, std::string> edited_;      // lines of the history as they were left, and the new one

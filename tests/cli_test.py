@@ -943,13 +943,15 @@ def test_chat_interrupts_from_outside():
 
 
 def test_chat_ended_from_outside_leaves_the_terminal_as_it_was():
-    c = Chat(*OPTIONS)
-    before = termios.tcgetattr(c.fd)
-    c.prompt()
-    assert termios.tcgetattr(c.fd) != before
-    os.kill(c.pid, signal.SIGTERM)
-    c.expect(re.escape("\x1b[?2004l"))
-    same((c.end(), c.modes), (-signal.SIGTERM, before))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    for ends in signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP:
+        c = Chat(*OPTIONS)
+        before = termios.tcgetattr(c.fd)
+        c.prompt()
+        assert termios.tcgetattr(c.fd) != before
+        os.kill(c.pid, ends)
+        c.expect(re.escape("\x1b[?2004l"))
+        same((c.end(), c.modes), (-ends, before))
     c = Chat(*OPTIONS, "--ignore-eos")
     c.prompt()
     c.send("Hello\r")

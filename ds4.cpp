@@ -256,9 +256,7 @@ static double median_seconds(const F& f, double budget = 0.4, size_t least = 3, 
 constexpr size_t kLargePage = size_t(2) << 20;
 static bool want_large_pages(void* p, size_t n) { return madvise(p, n, MADV_HUGEPAGE) == 0; }
 
-// How a core reads memory fastest. AMD's fetch one stream ahead by themselves, and being asked for more slows them down (Zen 4:
-// plain reading 31 GB/s, from four places asked for ahead 23; Q8_0 rows 29 and 24). Others want several places at once, asked for.
-static bool reads_one_stream() {
+static bool is_amd() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   return __builtin_cpu_is("amd");
@@ -266,7 +264,11 @@ static bool reads_one_stream() {
   return false;
 #endif
 }
-static const bool kOneStream = reads_one_stream();
+// How a core reads memory fastest. AMD's fetch one stream ahead by themselves, and being asked for more slows them down (Zen 4:
+// plain reading 31 GB/s, from four places asked for ahead 23; Q8_0 rows 29 and 24). Others want several places at once, asked for.
+static bool g_one_stream = is_amd();
+// Whether a byte is looked up among 128 (vpermi2b) as fast as among 64; on Intel it takes three operations.
+static bool g_fast_byte_tables = is_amd();
 
 // Memory aligned to a cache line (64 bytes), from 4 MB on in large pages, zeroed; T must be trivial.
 template <class T>
@@ -839,6 +841,9 @@ DS4_INLINE i32x16 odd_words(__m512i a, __m512i b) {
 DS4_INLINE i32x16 odd_words(const void* p, const void* q) { return odd_words(load512(p), load512(q)); }
 DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {_mm512_inserti64x4(_mm512_castsi256_si512(load256(p)), load256(q), 1)}; }
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(load64(p), load64(q)))}; }
+// Bytes as words, two in a lane; those of w times those of e, summed in each lane.
+DS4_INLINE i32x16 load_u8_words(const void* p, const void* q) { return {_mm512_cvtepu8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1))}; }
+DS4_INLINE i32x16 dot_words(i32x16 w, i32x16 e) { return {_mm512_madd_epi16(w.v, e.v)}; }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {_mm512_cvtepi16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1))}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -1023,6 +1028,9 @@ DS4_INLINE i32x16 odd_words(const void* p, const void* q) { return {{odd_words_h
 DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {{load256(p), load256(q)}}; }
 DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const uint8_t*>(p) + 32); }
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {{_mm256_cvtepu8_epi32(load64(p)), _mm256_cvtepu8_epi32(load64(q))}}; }
+DS4_INLINE i32x16 load_u8_words(const void* p, const void* q) { return {{_mm256_cvtepu8_epi16(load128(p)), _mm256_cvtepu8_epi16(load128(q))}}; }
+DS4_INLINE i32x16 words(i32x16 lo, i32x16 hi) { DS4_EACH(i32x16, _mm256_blend_epi16(lo.v[i], _mm256_slli_epi32(hi.v[i], 16), 0xaa)); }
+DS4_INLINE i32x16 dot_words(i32x16 w, i32x16 e) { DS4_EACH(i32x16, _mm256_madd_epi16(w.v[i], e.v[i])); }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {{_mm256_cvtepi16_epi32(load128(p)), _mm256_cvtepi16_epi32(load128(q))}}; }
 DS4_INLINE void store_i32(void* p, i32x16 a) { store256(p, a.v[0]); store256(static_cast<uint8_t*>(p) + 32, a.v[1]); }
 DS4_INLINE i32x16 add(i32x16 a, i32x16 b) { DS4_EACH(i32x16, _mm256_add_epi32(a.v[i], b.v[i])); }
@@ -1525,8 +1533,8 @@ DS4_INLINE f32x16 halves(const uint16_t* p, size_t stride, size_t n) {
 template <class B> DS4_INLINE f32x16 d_lanes(const B* b, size_t n) { return halves(&b->d, sizeof(B), n); }
 
 // Of the 16 blocks of two 256-blocks a and b (twice the same where there is one), as far as the type has them. e0, e1: scales of
-// their halves; m0, m1: minimums, of their halves or m0 of the whole block.
-struct LaneScales { f32x16 d, e0, e1, m0, m1; };
+// their halves, for Q2_K e: both as signed words; m0, m1: minimums, of their halves or m0 of the whole block.
+struct LaneScales { f32x16 d, e0, e1, m0, m1; i32x16 e; };
 #if DS4_PASS == 3
 // These kernels are short of the ports that shuffle and convert. Halves converted from memory need no shuffle, a table makes
 // floats of nibbles in one instruction instead of two.
@@ -2050,7 +2058,7 @@ static size_t row_tokens(Type type) {
 template <int kN>
 class Ahead {
  public:
-  DS4_INLINE Ahead(const uint8_t* first, size_t gap) : first_(first), gap_(gap), done_(kOneStream ? SIZE_MAX : 0) {}
+  DS4_INLINE Ahead(const uint8_t* first, size_t gap) : first_(first), gap_(gap), done_(g_one_stream ? SIZE_MAX : 0) {}
   // For what lies ahead of the first `end` bytes of each place.
   DS4_INLINE void ask(size_t end) {
     for (; done_ < end; done_ += 64) {
@@ -2073,13 +2081,15 @@ class Ahead {
   size_t gap_, done_;
 };
 
-// Rows r0 to r1 of w times n tokens; add(row, i, acc) adds group i of a row to acc[token]. One token reads four places at
+// Rows r0 to r1 of w times n tokens; add(row, i, acc) adds group i of a row to acc[token], n_groups whole ones, and add_last a
+// shorter one behind them, if there is one. One token reads four places at
 // once, a quarter of the rows each, which keeps more requests open: two places take 9 % longer, eight 1 % less; neighbouring
 // rows as places gain nothing.
 constexpr int kPlaces = 4;
-template <bool kMayBeOne, class Add>
-DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups, size_t group_bytes, size_t n, float* const* out, const Add& add) {
-  const size_t quarter = kMayBeOne && n == 1 && !kOneStream ? (r1 - r0) / kPlaces : 0, gap = quarter * w.stride, rest = r0 + kPlaces * quarter;
+template <bool kMayBeOne, class Add, class AddLast>
+DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups, bool has_last, size_t group_bytes, size_t n, float* const* out, const Add& add,
+                         const AddLast& add_last) {
+  const size_t quarter = kMayBeOne && n == 1 && !g_one_stream ? (r1 - r0) / kPlaces : 0, gap = quarter * w.stride, rest = r0 + kPlaces * quarter;
   if (quarter > 0) {
     Ahead<kPlaces> ahead(w.data + r0 * w.stride, gap);
     for (size_t r = r0; r < r0 + quarter; r++) {
@@ -2095,6 +2105,7 @@ DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups,
           add(row + size_t(k) * gap, i, acc + k);
         }
       }
+      for (int k = 0; has_last && k < kPlaces; k++) add_last(row + size_t(k) * gap, n_groups, acc + k);
       DS4_UNROLL
       for (int k = 0; k < kPlaces; k++) out[0][r + size_t(k) * quarter] = reduce_add(acc[k]);
     }
@@ -2109,6 +2120,7 @@ DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups,
       ahead.ask((r - rest) * w.stride + (i + 1) * group_bytes);
       add(row, i, acc);
     }
+    if (has_last) add_last(row, n_groups, acc);
     for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
   }
 }
@@ -2117,11 +2129,12 @@ template <Kind kind>
 static void matmul_rows(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n) {
   const RowReader reader(w.type, w.cols);
   Group g = {};
-  for_rows<true>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
+  const auto add_whole = [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
     reader.unpack(row, i, g);
     for (size_t t = 0; t < n; t++)
       acc[t] = first_of(add_group<kind>(acc[t], g, reader.format.offset, act_row(x[t], w.cols), 16 * i), reader.elems(i) / 32, acc[t]);
-  });
+  };
+  for_rows<true>(w, r0, r1, reader.groups(), false, reader.group_bytes(), n, out, add_whole, add_whole);
 }
 
 // Q8_0 straight from the file.
@@ -2129,14 +2142,7 @@ template <bool kOne>
 static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
   const size_t n = kOne ? 1 : n_tokens;        // known when compiled
   const RowReader reader(w.type, w.cols);
-  const size_t full = w.cols / 512;
-  for_rows<kOne>(w, r0, r1, reader.groups(), reader.group_bytes(), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
-    if (i == full) {                             // the last, shorter group
-      Group g = {};
-      reader.unpack(row, i, g);
-      for (size_t t = 0; t < n; t++) acc[t] = first_of(add_group<kInt8>(acc[t], g, kBias, act_row(x[t], w.cols), 16 * i), reader.elems(i) / 32, acc[t]);
-      return;
-    }
+  const auto add_whole = [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
     const uint8_t* p = row + i * (16 * sizeof(BlockQ8_0));
     const f32x16 d = d_lanes(reinterpret_cast<const BlockQ8_0*>(p), 16);
     for (size_t t = 0; t < n; t++) {
@@ -2145,7 +2151,13 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
       if constexpr (kBias != 0) s = add(s, load_i32(a.c + 16 * i));
       acc[t] = fma(to_f32(s), mul(d, load(a.d + 16 * i)), acc[t]);
     }
-  });
+  };
+  const auto add_last = [&](const uint8_t* row, size_t i, f32x16* acc) {
+    Group g = {};
+    reader.unpack(row, i, g);
+    for (size_t t = 0; t < n; t++) acc[t] = first_of(add_group<kInt8>(acc[t], g, kBias, act_row(x[t], w.cols), 16 * i), reader.elems(i) / 32, acc[t]);
+  };
+  for_rows<kOne>(w, r0, r1, w.cols / 512, w.cols % 512 != 0, reader.group_bytes(), n, out, add_whole, add_last);
 }
 
 #if DS4_PASS >= 2
@@ -2156,13 +2168,12 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 
 DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
 DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& g) {
-  const i32x16 s = load_i16(a->s, b->s);
+  const i32x16 s = load_u8_words(a->s, b->s);
   f32x16 m;
   dm_pairs(a, b, &g.d, &m);
-  g.e0 = nibble_f32(s);
-  g.e1 = nibble_f32(shr<8>(s));
+  g.e = and_bits(s, 0x000f000f);
   g.m0 = mul(m, nibble_f32(shr<4>(s)));
-  g.m1 = mul(m, nibble_f32(shr<12>(s)));
+  g.m1 = mul(m, nibble_f32(shr<20>(s)));
 }
 DS4_INLINE void load_scales(const BlockQ4_K* a, const BlockQ4_K* b, LaneScales& g) {
   uint8_t s[32];
@@ -2173,11 +2184,12 @@ DS4_INLINE void load_scales(const BlockQ4_K* a, const BlockQ4_K* b, LaneScales& 
   g.d = mul(d, to_f32(load_u8(s, s + 8)));
   g.m0 = mul(m, to_f32(load_u8(s + 16, s + 24)));
 }
-// acc + what the sums over values 0-15 and 16-31 of the 16 blocks from b on are worth.
+// acc + what the sums over values 0-15 and 16-31 of the 16 blocks from b on are worth. Q2_K: both are below 2^13 and come as
+// the signed words of lo.
 template <class Block>
 DS4_INLINE f32x16 add_sums(f32x16 acc, i32x16 lo, i32x16 hi, const LaneScales& g, const ActRow& x, size_t b) {
   if constexpr (std::is_same_v<Block, BlockQ2_K>) {
-    acc = fma(fma(to_f32(lo), g.e0, mul(to_f32(hi), g.e1)), mul(g.d, load(x.d + b)), acc);
+    acc = fma(to_f32(dot_words(lo, g.e)), mul(g.d, load(x.d + b)), acc);
     return fma(g.m1, load(x.md_hi + b), fma(g.m0, load(x.md_lo + b), acc));
   } else if constexpr (GridType<Block>::kScaled) {
     return fma(fma(to_f32(lo), g.e0, mul(to_f32(hi), g.e1)), mul(g.d, load(x.d + b)), acc);
@@ -2336,6 +2348,7 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow&
   i32x16 lo, hi;
   finish<std::is_same_v<Block, BlockQ2_K>, true>(sum[0], sum[1], &lo, &hi);
   if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = add(lo, sar<7>(load_i32(x.c + b)));                 // -sum
+  if constexpr (std::is_same_v<Block, BlockQ2_K>) lo = words(lo, hi);
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }
 #elif DS4_PASS == 3
@@ -2383,15 +2396,29 @@ DS4_INLINE f32x16 iq2_xxs_values(__m512i ga, __m512i gb, __m512i* w) {
   const EntryTables& t = kEntryTables;
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i entry = _mm512_permutex2var_epi32(ga, even, gb), aux = odd_words(ga, gb).v;
-  const __mmask64 bit7 = _mm512_movepi8_mask(entry), bit6 = _mm512_test_epi8_mask(entry, _mm512_set1_epi8(64));
+  const __mmask64 bit7 = _mm512_movepi8_mask(entry);
   // Signs of values 2, 3, 6, 7, 0, 1, 4, 5 from bit 0 on; the eighth is the parity of the others.
   const __m512i signs = _mm512_gf2p8affine_epi64_epi8(_mm512_multishift_epi64_epi8(load512(t.spread), aux), _mm512_set1_epi64(0x0408407f01021020), 0);
+  __m512i lower[2], upper[2];                  // the code, if bit 7 is not or is set
+  if (g_fast_byte_tables) {
+    DS4_UNROLL
+    for (int h = 0; h < 2; h++) {
+      const uint8_t* p = t.grid[h];
+      lower[h] = _mm512_permutex2var_epi8(load512(p), entry, load512(p + 64));
+      upper[h] = _mm512_permutex2var_epi8(load512(p + 128), entry, load512(p + 192));
+    }
+  } else {
+    const __mmask64 bit6 = _mm512_test_epi8_mask(entry, _mm512_set1_epi8(64));
+    DS4_UNROLL
+    for (int h = 0; h < 2; h++) {
+      const uint8_t* p = t.grid[h];
+      lower[h] = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p)), bit6, entry, load512(p + 64));
+      upper[h] = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p + 128)), bit6, entry, load512(p + 192));
+    }
+  }
   DS4_UNROLL
   for (int h = 0; h < 2; h++) {
-    const uint8_t* p = t.grid[h];
-    const __m512i lower = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p)), bit6, entry, load512(p + 64));
-    const __m512i upper = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p + 128)), bit6, entry, load512(p + 192));
-    const __m512i code = _mm512_mask_mov_epi8(lower, bit7, upper);
+    const __m512i code = _mm512_mask_mov_epi8(lower[h], bit7, upper[h]);
     const __m512i sign = h == 0 ? signs : _mm512_srli_epi16(signs, 2);
     const __m512i index[2] = {_mm512_ternarylogic_epi32(code, sign, _mm512_set1_epi8(0x0f), 0xe4), _mm512_ternarylogic_epi32(_mm512_srli_epi16(code, 2), sign, _mm512_set1_epi8(0x3c), 0xe4)};
     DS4_UNROLL
@@ -2413,9 +2440,14 @@ DS4_INLINE __m512i field_shifts() {
 
 DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneGroup<BlockQ2_K>& g) {
   const __m512i qa = load512(a->q), qb = load512(b->q), fields = _mm512_sllv_epi32(_mm512_set1_epi8(3), field_shifts<BlockQ2_K>());
-  const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 16, 16, 16, 16, 24, 24, 24, 24);
+  const __m512i half[2] = {_mm512_shuffle_i32x4(qa, qb, 0x88), _mm512_shuffle_i32x4(qa, qb, 0xdd)};        // words 0-3, 4-7 of four 32-byte parts
   DS4_UNROLL
-  for (int w = 0; w < 8; w++) g.w[w] = _mm512_and_si512(_mm512_permutex2var_epi32(qa, _mm512_add_epi32(first, _mm512_set1_epi32(w)), qb), fields);
+  for (int h = 0; h < 2; h++) {
+    g.w[4 * h] = _mm512_and_si512(_mm512_shuffle_epi32(half[h], _MM_PERM_AAAA), fields);
+    g.w[4 * h + 1] = _mm512_and_si512(_mm512_shuffle_epi32(half[h], _MM_PERM_BBBB), fields);
+    g.w[4 * h + 2] = _mm512_and_si512(_mm512_shuffle_epi32(half[h], _MM_PERM_CCCC), fields);
+    g.w[4 * h + 3] = _mm512_and_si512(_mm512_shuffle_epi32(half[h], _MM_PERM_DDDD), fields);
+  }
   load_scales(a, b, g.scales);
 }
 
@@ -2487,7 +2519,11 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow&
   for (int t = 0; t < 4; t++) lo = _mm512_dpbusd_epi32(lo, g.w[t], load512(q + 64 * t));
   DS4_UNROLL
   for (int t = 4; t < 8; t++) hi = _mm512_dpbusd_epi32(hi, g.w[t], load512(q + 64 * t));
-  if constexpr (std::is_same_v<Block, BlockQ2_K> || std::is_same_v<Block, BlockQ4_K>) {
+  if constexpr (std::is_same_v<Block, BlockQ2_K>) {
+    const __m512i up = _mm512_sub_epi32(_mm512_set1_epi32(16), field_shifts<Block>());
+    lo = _mm512_mask_blend_epi16(0x55555555, _mm512_sllv_epi32(hi, up), _mm512_srav_epi32(lo, field_shifts<Block>()));
+  }
+  if constexpr (std::is_same_v<Block, BlockQ4_K>) {
     lo = _mm512_srav_epi32(lo, field_shifts<Block>());
     hi = _mm512_srav_epi32(hi, field_shifts<Block>());
   }
@@ -2500,16 +2536,19 @@ template <class Block, bool kOne>
 static void matmul_rows_lanes(const Matrix& w, size_t r0, size_t r1, const void* const* x, float* const* out, size_t n_tokens) {
   const size_t n = kOne ? 1 : n_tokens;
   const size_t n_blocks = w.cols / 256;
-  for_rows<kOne>(w, r0, r1, (n_blocks + 1) / 2, 2 * sizeof(Block), n, out, [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
+  const auto add_whole = [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
     const Block* a = reinterpret_cast<const Block*>(row) + 2 * i;
-    const bool both = 2 * i + 1 < n_blocks;
     LaneGroup<Block> g;
-    load_lanes(a, a + both, g);
-    for (size_t t = 0; t < n; t++) {
-      const f32x16 sum = add_lanes<Block>(acc[t], g, act_row(x[t], w.cols), 16 * i);
-      acc[t] = both ? sum : first_of(sum, 8, acc[t]);
-    }
-  });
+    load_lanes(a, a + 1, g);
+    for (size_t t = 0; t < n; t++) acc[t] = add_lanes<Block>(acc[t], g, act_row(x[t], w.cols), 16 * i);
+  };
+  const auto add_last = [&](const uint8_t* row, size_t i, f32x16* acc) {
+    const Block* a = reinterpret_cast<const Block*>(row) + 2 * i;
+    LaneGroup<Block> g;
+    load_lanes(a, a, g);
+    for (size_t t = 0; t < n; t++) acc[t] = first_of(add_lanes<Block>(acc[t], g, act_row(x[t], w.cols), 16 * i), 8, acc[t]);
+  };
+  for_rows<kOne>(w, r0, r1, n_blocks / 2, n_blocks % 2 != 0, 2 * sizeof(Block), n, out, add_whole, add_last);
 }
 #endif
 
@@ -2856,7 +2895,7 @@ DS4_INLINE void dot_places(const Matrix& w, size_t r0, size_t n, const float* co
 template <Type type, int kTokens>
 DS4_INLINE void matmul_places(const Matrix& w, size_t r0, size_t r1, const float* const* x, float* const* out) {
   constexpr int kN = kTokens == 1 || DS4_PASS == 3 ? kPlaces : 1;
-  const size_t n = kTokens == 1 && kOneStream ? 0 : (r1 - r0) / kN, rest = r0 + kN * n;
+  const size_t n = kTokens == 1 && g_one_stream ? 0 : (r1 - r0) / kN, rest = r0 + kN * n;
   if (n > 0) dot_places<type, kN, kTokens>(w, r0, n, x, out);
   if (rest < r1) dot_places<type, 1, kTokens>(w, rest, r1 - rest, x, out);
 }
@@ -11454,7 +11493,7 @@ class BenchTable {
 };
 
 // Reads one word of each cache line of all ranges, as fast as this core's requests allow: the line is what memory delivers.
-// Four places per thread, asked for ahead, unless kOneStream. Measured against it on Intel, two threads: one place 0.94, eight
+// Four places per thread, asked for ahead, unless g_one_stream. Measured against it on Intel, two threads: one place 0.94, eight
 // 0.95, four without asking 0.86.
 class PlainReader {
  public:
@@ -11473,8 +11512,8 @@ class PlainReader {
       const uint8_t* p = pieces_[i].data;
       const size_t n = pieces_[i].n, quarter = n / kPlaces / kLine * kLine;
       uint64_t sum = 0;
-      for (size_t at = 0; kOneStream && at + kLine <= n; at += kLine) sum ^= load_le<uint64_t>(p + at);
-      for (size_t at = 0; !kOneStream && at < quarter; at += kLine)
+      for (size_t at = 0; g_one_stream && at + kLine <= n; at += kLine) sum ^= load_le<uint64_t>(p + at);
+      for (size_t at = 0; !g_one_stream && at < quarter; at += kLine)
         for (size_t k = 0; k < kPlaces; k++) {
           const uint8_t* q = p + k * quarter + at;
           __builtin_prefetch(q + 3072, 0, 2);

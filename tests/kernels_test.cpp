@@ -127,8 +127,15 @@ size_t count_different(const std::vector<float>& a, const std::vector<float>& b)
   return n;
 }
 
-class KernelsTest : public testing::TestWithParam<const Kernels*> {};
-INSTANTIATE_TEST_SUITE_P(Isa, KernelsTest, testing::ValuesIn(usable_kernels()), [](const auto& p) { return std::string(p.param->name); });
+// Each instruction set, as it runs on AMD's CPUs and on others.
+class KernelsTest : public testing::TestWithParam<std::tuple<const Kernels*, bool>> {
+ protected:
+  KernelsTest() { g_one_stream = g_fast_byte_tables = std::get<1>(GetParam()); }
+  ~KernelsTest() override { g_one_stream = g_fast_byte_tables = is_amd(); }
+  const Kernels* isa() const { return std::get<0>(GetParam()); }
+};
+INSTANTIATE_TEST_SUITE_P(Isa, KernelsTest, testing::Combine(testing::ValuesIn(usable_kernels()), testing::Bool()),
+                         [](const auto& p) { return std::string(std::get<0>(p.param)->name) + (std::get<1>(p.param) ? "_amd" : ""); });
 
 TEST(Blocks, TypesAreKnownById) {
   EXPECT_STREQ(type_info(Type::IQ2_XXS).name, "IQ2_XXS");
@@ -145,7 +152,7 @@ TEST_P(KernelsTest, DequantizesGoldenRowsExactly) {
   std::vector<float> x;
   for (const auto& [type, row] : golden_rows(&x)) {
     std::vector<float> y(kGoldenElems);
-    GetParam()->dequantize(type, row.blocks.data(), y.data(), kGoldenElems);
+    isa()->dequantize(type, row.blocks.data(), y.data(), kGoldenElems);
     size_t wrong = 0;
     for (size_t i = 0; i < kGoldenElems; i++) wrong += y[i] != row.values[i];
     EXPECT_EQ(wrong, 0u) << type_info(type).name;
@@ -161,7 +168,7 @@ TEST_P(KernelsTest, DequantizesAsScalar) {
       std::vector<float> a(cols), b(cols);
       for (size_t r = 0; r < 3; r++) {
         scalar::kernels.dequantize(t, w.m.data + r * w.m.stride, a.data(), cols);
-        GetParam()->dequantize(t, w.m.data + r * w.m.stride, b.data(), cols);
+        isa()->dequantize(t, w.m.data + r * w.m.stride, b.data(), cols);
         EXPECT_EQ(count_different(a, b), 0u) << type_info(t).name << " cols " << cols;
       }
     }
@@ -174,16 +181,16 @@ TEST_P(KernelsTest, QuantizesAsDefined) {
     if (n > 100) std::fill(x.begin() + 32, x.begin() + 64, 0.0f);
     if (n > 200) x[130] = 1e-42f, x[170] = -3e30f;
     AlignedBuffer<uint8_t> act(act_bytes(n)), ref(act_bytes(n));
-    GetParam()->quantize(x.data(), act.data(), n);
+    isa()->quantize(x.data(), act.data(), n);
     scalar::kernels.quantize(x.data(), ref.data(), n);
     const ActRow row = act_row(act.data(), n);
     EXPECT_EQ(std::memcmp(act.data(), ref.data(), size_t(reinterpret_cast<const uint8_t*>(row.qt) - act.data())), 0) << n;
-    if (std::string_view(GetParam()->name) == "avx2")
+    if (std::string_view(isa()->name) == "avx2")
       for (size_t i = 0; i < size_t(align_up(n, 512)); i++) {
         const size_t lane_of[16] = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
         EXPECT_EQ(row.qt[i / 512 * 512 + i % 32 / 8 * 128 + lane_of[i / 32 % 16] * 8 + i % 8], row.q[i]);
       }
-    if (std::string_view(GetParam()->name) == "avx512")
+    if (std::string_view(isa()->name) == "avx512")
       for (size_t i = 0; i < size_t(align_up(n, 512)); i++) {
         const size_t b = i / 32, t = i % 8, entry = i % 32 / 8;
         EXPECT_EQ(row.qt[b / 16 * 512 + i % 32 / 4 * 64 + b % 16 * 4 + i % 4], row.q[i]);
@@ -202,9 +209,9 @@ TEST_P(KernelsTest, QuantizesAsDefined) {
 TEST_P(KernelsTest, Int8DotWithinBound) {
   std::vector<float> x;
   for (const auto& [type, row] : golden_rows(&x)) {
-    const Acts acts(*GetParam(), {x});
+    const Acts acts(*isa(), {x});
     const Matrix w = {type, reinterpret_cast<const uint8_t*>(row.blocks.data()), row.blocks.size(), 1, uint32_t(kGoldenElems)};
-    const float got = multiply(*GetParam(), w, acts, 1, false, 0, 1)[0][0];
+    const float got = multiply(*isa(), w, acts, 1, false, 0, 1)[0][0];
     const ActRow a = act_row(acts.quantized[0], kGoldenElems);
     double exact = 0, bound = 0, size = 0;
     for (size_t i = 0; i < kGoldenElems; i++) {
@@ -213,7 +220,7 @@ TEST_P(KernelsTest, Int8DotWithinBound) {
       size += std::fabs(double(row.values[i]) * double(x[i]));
     }
     EXPECT_LE(std::fabs(double(got) - exact), bound + 1e-6 * size) << type_info(type).name;
-    const float plain = multiply(*GetParam(), w, acts, 1, true, 0, 1)[0][0];
+    const float plain = multiply(*isa(), w, acts, 1, true, 0, 1)[0][0];
     EXPECT_LE(std::fabs(double(plain) - exact), 1e-6 * size) << type_info(type).name;
   }
 }
@@ -248,8 +255,8 @@ TEST_P(KernelsTest, ProductsAsScalar) {
     for (auto [cols, rows, tokens] : {std::array<uint32_t, 3>{block, 5, 6}, {block * 3, 17, 40}, {std::max(block, 128u) * 5, 35, 18}, {block * 11, 5, 9}, {8192, 9, 5}}) {
       TestMatrix w(t, rows, cols);
       fill_random(w, cols + rows);
-      expect_same_products(*GetParam(), w, tokens, false);
-      if (cols < 2048) expect_same_products(*GetParam(), w, std::min(tokens, 6u), true);
+      expect_same_products(*isa(), w, tokens, false);
+      if (cols < 2048) expect_same_products(*isa(), w, std::min(tokens, 6u), true);
     }
   }
 }
@@ -259,7 +266,7 @@ TEST_P(KernelsTest, FloatProductsAsScalar) {
     for (auto [cols, rows, tokens] : {std::array<uint32_t, 3>{1, 1, 6}, {24, 9, 9}, {100, 6, 17}, {1024, 11, 40}, {4096, 3, 2}}) {
       TestMatrix w(t, rows, cols);
       fill_random(w, cols + rows);
-      expect_same_products(*GetParam(), w, tokens, true);
+      expect_same_products(*isa(), w, tokens, true);
     }
 }
 
@@ -277,10 +284,10 @@ TEST_P(KernelsTest, ExtremeBlocksAsScalar) {
           for (size_t i = 0; i < w.bytes.size(); i += info.block_bytes)
             for (size_t o : scale_offsets(t)) std::memcpy(&w.bytes[i + o], &h, 2);
         }
-        expect_same_products(*GetParam(), w, 9, false);
+        expect_same_products(*isa(), w, 9, false);
         std::vector<float> a(cols), b(cols);
         scalar::kernels.dequantize(t, w.m.data, a.data(), cols);
-        GetParam()->dequantize(t, w.m.data, b.data(), cols);
+        isa()->dequantize(t, w.m.data, b.data(), cols);
         EXPECT_EQ(count_different(a, b), 0u) << info.name << " pattern " << pattern << " scale " << scale;
       }
     }
@@ -314,7 +321,7 @@ TEST_P(KernelsTest, AttendsAsScalar) {
           want.insert(want.end(), one.begin(), one.end());
         }
         for (size_t n : {1, 2, 5, 8, 9, 19}) {
-          const auto got = attend(*GetParam(), 0, n);
+          const auto got = attend(*isa(), 0, n);
           EXPECT_EQ(count_different(got, {want.begin(), want.begin() + ptrdiff_t(n * dim)}), 0u) << "plain " << plain << " dim " << dim << " rows " << n_rows << " heads " << n;
         }
       }
@@ -325,7 +332,7 @@ TEST_P(KernelsTest, RouterScoresAsDefined) {
   Rng rng(5);
   for (int i = 0; i < 1000; i++) x.push_back(60 * rng.next_float() - 30);
   std::vector<float> y = x, want = x;
-  GetParam()->router_scores(y.data(), y.size());
+  isa()->router_scores(y.data(), y.size());
   scalar::kernels.router_scores(want.data(), want.size());
   EXPECT_EQ(std::memcmp(y.data(), want.data(), y.size() * sizeof(float)), 0);
   for (size_t i = 0; i < x.size(); i++) {
@@ -337,7 +344,7 @@ TEST_P(KernelsTest, RouterScoresAsDefined) {
 
 // A clamp must not make a number of what is not one: the model's error would go on as a plausible value.
 TEST_P(KernelsTest, NanStaysNan) {
-  const Kernels& k = *GetParam();
+  const Kernels& k = *isa();
   constexpr size_t kDim = 128, kRot = 32, kAt = 37;
   for (const float nan : {NAN, -NAN}) {
     std::vector<float> x = random_tokens(1, kDim, 1)[0];
@@ -396,7 +403,7 @@ TEST_P(KernelsTest, ScoresIndexRowsAsScalar) {
       for (size_t i = 0; i < kRows; i++) scalar::kernels.index_scores(qt.data(), weights.data(), n_head, rows + i * stride, stride, 1, kDim, plain, &want[i]);
       for (size_t n = 1; n <= kRows; n++) {
         std::vector<float> got(n);
-        GetParam()->index_scores(qt.data(), weights.data(), n_head, rows, stride, n, kDim, plain, got.data());
+        isa()->index_scores(qt.data(), weights.data(), n_head, rows, stride, n, kDim, plain, got.data());
         EXPECT_EQ(count_different(got, {want.begin(), want.begin() + ptrdiff_t(n)}), 0u) << "plain " << plain << " heads " << n_head << " rows " << n;
       }
     }

@@ -952,20 +952,12 @@ DS4_INLINE void pieces(i8x64 a0145, i8x64 a2367, i8x64* w) {
   w[0] = {_mm512_castps_si512(_mm512_shuffle_ps(u, v, 0x88))};
   w[1] = {_mm512_castps_si512(_mm512_shuffle_ps(u, v, 0xdd))};
 }
-// acc + w . x for eight values of each block, w unsigned. With signs, byte i of the block's word: AVX2 (kSignsOfX) sums +-w;
-// for AVX-512 0 < w < 2c stands for +-(w - c), and it sums +-(w - c) + c.
+// acc + w . x for eight values of each block, w unsigned; AVX2 also +-w, by the bits of a byte of the block's word of signs.
 DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const int8_t* x) {
   return {_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc.v, w[0].v, load512(x)), w[1].v, load512(x + 64))};
 }
-template <int c> DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, i8x64 signs, int i, const int8_t* x) {
-  const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)), s = _mm512_shuffle_epi8(signs.v, _mm512_add_epi8(first, _mm512_set1_epi8(char(i))));
-  const __m512i low = _mm512_set1_epi32(0x08040201), high = _mm512_set1_epi32(int(0x80402010)), from = _mm512_set1_epi8(char(2 * c));
-  const i8x64 v[2] = {{_mm512_mask_sub_epi8(w[0].v, _mm512_test_epi8_mask(s, low), from, w[0].v)}, {_mm512_mask_sub_epi8(w[1].v, _mm512_test_epi8_mask(s, high), from, w[1].v)}};
-  return dot_lanes(acc, v, x);
-}
 // The sums over values 0 - 15 and 16 - 31 as words; without kBoth lo + hi is right, with kSmall no weight is above 32.
 template <bool kBoth, bool kSmall> DS4_INLINE void finish(LaneSum a, LaneSum b, i32x16* lo, i32x16* hi) { *lo = a, *hi = b; }
-constexpr bool kSignsOfX = false;
 DS4_INLINE void zip(i32x16 a, i32x16 b, i32x16* lo, i32x16* hi) {
   *lo = {_mm512_permutex2var_epi32(a.v, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), b.v)};
   *hi = {_mm512_permutex2var_epi32(a.v, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), b.v)};
@@ -1154,16 +1146,15 @@ DS4_INLINE void pieces(i8x64 a0145, i8x64 a2367, i8x64* w) { w[0] = {{a0145.v[0]
 DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const int8_t* x) {
   DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], load256(x + 32 * i))));
 }
-template <int> DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, i8x64 signs, int byte, const int8_t* x) {
+// A byte of each block's word of signs: for eight values what is negative, or not; then acc + +-w . x.
+struct LaneSigns { __m256i v[4]; };
+DS4_INLINE LaneSigns lane_signs(i8x64 signs, int byte) {
   const __m256i first = _mm256_set_epi64x(0x0404040404040404, 0, 0x0404040404040404, 0), bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
   const __m256i positive = _mm256_set1_epi64x(0x01406070787c7e7f);                    // negative once the byte's bit is added, never 0
-  DS4_UNROLL
-  for (int i = 0; i < 4; i++) {
-    const __m256i from = _mm256_add_epi8(first, _mm256_set1_epi8(char(byte + i % 2 * 8)));
-    const __m256i sign = _mm256_add_epi8(positive, _mm256_and_si256(bit, _mm256_shuffle_epi8(signs.v[i / 2], from)));
-    acc.v[i] = _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], _mm256_sign_epi8(load256(x + 32 * i), sign)));
-  }
-  return acc;
+  DS4_EACH(LaneSigns, _mm256_add_epi8(positive, _mm256_and_si256(bit, _mm256_shuffle_epi8(signs.v[i / 2], _mm256_add_epi8(first, _mm256_set1_epi8(char(byte + i % 2 * 8)))))));
+}
+DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const LaneSigns& s, const int8_t* x) {
+  DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], _mm256_sign_epi8(load256(x + 32 * i), s.v[i]))));
 }
 template <bool kBoth, bool kSmall> DS4_INLINE void finish(LaneSum a, LaneSum b, i32x16* lo, i32x16* hi) {
   const __m256i one = _mm256_set1_epi16(1);
@@ -1177,7 +1168,6 @@ template <bool kBoth, bool kSmall> DS4_INLINE void finish(LaneSum a, LaneSum b, 
   if (kBoth) *hi = {{_mm256_hadd_epi32(b.v[0], b.v[1]), _mm256_hadd_epi32(b.v[2], b.v[3])}};
   else *hi = set1_i32(0);
 }
-constexpr bool kSignsOfX = true;
 DS4_INLINE __m256i zip_half(__m256i a, __m256i b, bool high) {
   const __m256i l = _mm256_unpacklo_epi32(a, b), h = _mm256_unpackhi_epi32(a, b);
   return high ? _mm256_permute2x128_si256(l, h, 0x31) : _mm256_permute2x128_si256(l, h, 0x20);
@@ -1818,12 +1808,15 @@ DS4_INLINE void read_grid(const BlockIQ3_XXS* a, const BlockIQ3_XXS* b, GridGrou
   g.signs = sign_bytes(v);
   g.scales.d = mul(d_pair(a, b), top_scale(v, 0.25f));
 }
+DS4_INLINE f32x16 iq3_s_scales(const BlockIQ3_S* a, const BlockIQ3_S* b) {
+  const uint64_t s[2] = {spread4(load_le<uint32_t>(a->s)), spread4(load_le<uint32_t>(b->s))};
+  return to_f32(or_(shl<1>(load_u8(&s[0], &s[1])), set1_i32(1)));
+}
 DS4_INLINE void read_grid(const BlockIQ3_S* a, const BlockIQ3_S* b, GridGroup& g) {
   join_bytes(load8(a->q), add_where(set1_8(0), load_le<uint64_t>(a->h), 1), g.index);
   join_bytes(load8(b->q), add_where(set1_8(0), load_le<uint64_t>(b->h), 1), g.index + 64);
   g.signs = load8(a->sg, b->sg);
-  const uint64_t s[2] = {spread4(load_le<uint32_t>(a->s)), spread4(load_le<uint32_t>(b->s))};
-  g.scales.d = mul(d_pair(a, b), to_f32(or_(shl<1>(load_u8(&s[0], &s[1])), set1_i32(1))));
+  g.scales.d = mul(d_pair(a, b), iq3_s_scales(a, b));
 }
 DS4_INLINE void read_grid(const BlockIQ1_S* a, const BlockIQ1_S* b, GridGroup& g) {
   const i32x16 h = load_i16(a->h, b->h);                           // of each 32: 4 x 3 bits of numbers, scale, sign of the shift
@@ -1845,12 +1838,12 @@ DS4_INLINE void read_grid(const BlockIQ1_M* a, const BlockIQ1_M* b, GridGroup& g
 }
 
 // A type's grid, offset and kind as in Format; kStep numbers lie between those of a block of 32 and the next.
-template <class Block> struct GridType { static constexpr bool kScaled = false; };
+template <class Block> struct GridType { static constexpr bool kGrid = false, kScaled = false; };
 template <const auto& kTable, int kOff, int kNumbers, bool kTwoScales>
 struct GridTraits {
   static constexpr auto& table = kTable;
   static constexpr int kOffset = kOff, kStep = kNumbers;
-  static constexpr bool kScaled = kTwoScales, kSigns = kOff != 9;   // IQ1 has a shift, in its numbers
+  static constexpr bool kGrid = true, kScaled = kTwoScales, kSigns = kOff != 9;   // IQ1 has a shift, in its numbers
 };
 template <> struct GridType<BlockIQ2_XXS> : GridTraits<kGrid2xxs, 64, 8, false> {};
 template <> struct GridType<BlockIQ2_XS> : GridTraits<kGrid2xs, 64, 4, true> {};
@@ -2032,20 +2025,25 @@ DS4_INLINE f32x16 first_of(f32x16 a, size_t n, f32x16 old) {
   return load(t);
 }
 
-// Up to so many tokens a row at a time, beyond it tiles. Measured in Gweights/s, rows / tiles (4096 columns, weights in L3):
+// Up to so many tokens a row at a time, beyond it tiles. Measured in Gweights/s, rows / tiles (Zen 4, 4096 columns, weights in L2):
 //   tokens   AVX-512: 2           3            4            6            8      AVX2: 2            4           6           8
-//   Q8_0     20.8 / 12.0  17.0 / 12.6  13.5 / 12.2  10.0 / 10.6   7.1 /  9.2  15.6 / 7.8   9.6 / 6.0   6.4 / 4.5   4.8 / 4.2
-//   MXFP4    27.7 / 11.4  23.8 / 12.3  21.5 / 12.1  15.4 / 10.0  12.3 /  8.9  12.1 / 8.1   8.4 / 6.0   6.3 / 4.9   4.7 / 4.3
-//   IQ2_XXS  31.2 / 19.6  26.7 / 18.4  23.5 / 17.3  17.7 / 13.8  12.7 / 11.4   11.6 / 6.9   8.1 / 5.3   6.1 / 4.4   4.8 / 3.9
-//   Q2_K     30.4 / 12.5  26.5 / 12.9  20.1 / 12.7  16.5 / 10.2  11.6 /  8.7  14.8 / 7.8   8.2 / 5.7   5.7 / 4.7   4.2 / 4.2
-//   Q4_K     27.8 / 12.1  25.6 / 13.5  21.1 / 13.6  17.1 / 10.9  11.8 /  9.1  12.4 / 8.6   7.4 / 6.4   5.1 / 5.0   3.6 / 4.6
-// The other grid types gain 5-25 % from rows at 4 tokens on AVX-512. NEON and scalar are not measured.
+//   Q8_0     24.9 / 11.2  19.3 / 10.5  15.5 / 12.2  10.3 / 10.5   7.7 /  9.5  17.2 / 7.7  10.5 / 6.9   7.3 / 5.4   5.6 / 4.8
+//   MXFP4    32.6 / 12.4  26.6 / 11.6  22.9 / 11.2  15.7 /  9.7  10.6 /  8.9  13.6 / 9.8   9.3 / 7.1   6.9 / 6.0   5.4 / 5.3
+//   IQ2_XXS  37.4 / 24.7  30.0 / 21.7  23.5 / 20.0  15.9 / 15.7  10.2 / 13.8  11.0 / 8.0   7.7 / 6.1   6.0 / 5.3   4.8 / 4.7
+//   IQ2_XS   24.4 /  9.0  19.7 /  8.6  16.6 /  8.1  11.3 /  7.3   8.4 /  6.7  10.3 / 7.4   7.0 / 5.7   5.4 / 4.7   4.3 / 4.3
+//   IQ3_XXS  34.4 /  8.5  28.1 /  8.1  23.3 /  7.9  15.1 /  7.1  10.1 /  6.7   8.7 / 7.2   6.6 / 5.6   5.2 / 4.9   4.3 / 4.4
+//   IQ1_S    17.2 /  8.5  14.5 /  8.4  12.0 /  8.0   8.5 /  7.2   7.0 /  6.7  12.7 / 7.7   8.3 / 5.8   6.5 / 5.2   5.1 / 4.5
+//   Q2_K     41.0 / 15.6  30.5 / 14.1  24.4 / 13.4  16.4 / 11.0  10.1 /  9.8  20.3 / 9.8  12.0 / 7.3   8.2 / 5.9   6.2 / 5.2
+//   Q4_K     33.8 / 14.1  28.1 / 13.2  24.1 / 12.5  16.8 / 10.6  11.0 /  9.6  18.6 / 10.9 11.8 / 8.0   8.6 / 6.5   6.6 / 5.7
+// NEON and scalar are not measured.
 constexpr size_t kMaxRowTokens = 8;
 static size_t row_tokens(Type type) {
-  if (DS4_PASS == 2) return type == Type::Q4_K ? 6 : 8;
+  if (DS4_PASS == 2) return 8;
   switch (type) {
-    case Type::IQ2_XXS: case Type::Q2_K: case Type::Q4_K: case Type::TQ1_0: case Type::MXFP4: return DS4_PASS == 3 ? 8 : 4;
-    case Type::Q8_0: case Type::IQ1_S: case Type::IQ1_M: case Type::IQ2_XS: case Type::IQ2_S: case Type::IQ3_XXS: case Type::IQ3_S: return 4;
+    case Type::Q8_0: return 4;
+    case Type::IQ2_XXS: return DS4_PASS == 3 ? 6 : 4;
+    case Type::Q2_K: case Type::Q4_K: case Type::TQ1_0: case Type::MXFP4: return DS4_PASS == 3 ? 8 : 4;
+    case Type::IQ1_S: case Type::IQ1_M: case Type::IQ2_XS: case Type::IQ2_S: case Type::IQ3_XXS: case Type::IQ3_S: return DS4_PASS == 3 ? 8 : 4;
     default: return 3;
   }
 }
@@ -2207,59 +2205,64 @@ template <int kStep, class I> DS4_INLINE void grid_pieces(const uint64_t* grid, 
   };
   pieces(join(entries(a, 0, 1, 4, 5), entries(b, 0, 1, 4, 5)), join(entries(a, 2, 3, 6, 7), entries(b, 2, 3, 6, 7)), w);
 }
+#if DS4_PASS == 2
 template <int kStep, class I> DS4_INLINE void grid_pieces(const uint32_t* grid, const I* a, const I* b, size_t i, i8x64* w) {
-#if DS4_PASS == 3
-  auto entries = [&](const I* p) {
-    const I index[8] = {p[0], p[kStep], p[2 * kStep], p[3 * kStep], p[4 * kStep], p[5 * kStep], p[6 * kStep], p[7 * kStep]};
-    return grid4_half(grid, index);
-  };
-  for (size_t h = 0; h < 2; h++) w[h] = join(entries(a + 2 * i + h), entries(b + 2 * i + h));
-#else
   auto entries = [&](const I* p) {                                 // blocks 0, 1, 4, 5 from p on
     const I index[8] = {p[0], p[1], p[kStep], p[kStep + 1], p[4 * kStep], p[4 * kStep + 1], p[5 * kStep], p[5 * kStep + 1]};
     return grid4_half(grid, index);
   };
   w[0] = join(entries(a + 2 * i), entries(a + 2 * i + 2 * kStep)), w[1] = join(entries(b + 2 * i), entries(b + 2 * i + 2 * kStep));
-#endif
 }
-// A grid as dot_lanes wants it: AVX2 without the offset, where there are signs.
+#endif
+// A grid as dot_lanes wants it: without the offset, where there are signs.
 template <class T, size_t n> constexpr std::array<T, n> minus_each(std::array<T, n> a, uint8_t v) {
   for (T& entry : a) entry -= T(0x0101010101010101) * v;
   return a;
 }
 template <class T> alignas(64) constexpr auto kPlainGrid = minus_each(T::table, T::kOffset);
 template <class T> DS4_INLINE auto row_grid() {
-  if constexpr (kSignsOfX && T::kSigns) return kPlainGrid<T>.data();
+  if constexpr (T::kSigns) return kPlainGrid<T>.data();
   else return T::table.data();
 }
 
 // Else GCC works out the address of every load on its own and keeps them all in memory.
 DS4_INLINE const int8_t* one_base(const int8_t* p) { asm("" : "+r"(p)); return p; }
 
-// acc[t] += the 16 blocks of a and b, read into g, times the activations of token t from block `at` on, for n tokens.
-template <class Block>
+// acc[t] += the 16 blocks of a and b, read into g, times the activations of token t from block `at` on, for n tokens; for more
+// than one the weights are put together first.
+template <class Block, bool kOne>
 DS4_INLINE void add_grid(const Block* a, const Block* b, const GridGroup& g, const void* const* x, size_t cols, size_t at, size_t n, f32x16* acc) {
   using T = GridType<Block>;
-  constexpr bool kOffsets = !(T::kSigns && kSignsOfX);
+  constexpr size_t kParts = kOne ? 1 : 4;
   const auto *ia = grid_index(a, g, 0), *ib = grid_index(b, g, 1);
-  LaneSum sums[kMaxRowTokens][2];
-  for (size_t t = 0; t < n; t++) sums[t][0] = sums[t][1] = no_sum();
+  i8x64 w[kParts][2];
+#if DS4_PASS == 2
+  LaneSigns signs[kParts];
+#endif
+  const auto put_together = [&](size_t i) __attribute__((always_inline)) {
+    grid_pieces<T::kStep>(row_grid<T>(), ia, ib, i, w[i % kParts]);
+#if DS4_PASS == 2
+    if constexpr (T::kSigns) signs[i % kParts] = lane_signs(g.signs, int(i));
+#endif
+  };
   DS4_UNROLL
-  for (size_t i = 0; i < 4; i++) {
-    i8x64 w[2];
-    grid_pieces<T::kStep>(row_grid<T>(), ia, ib, i, w);
-    for (size_t t = 0; t < n; t++) {
-      LaneSum& sum = sums[t][i / 2];
-      const int8_t* q = one_base(act_row(x[t], cols).qt + 32 * at) + 128 * i;
-      if constexpr (T::kSigns) sum = dot_lanes<T::kOffset>(sum, w, g.signs, int(i), q);
-      else sum = dot_lanes(sum, w, q);
-    }
-  }
+  for (size_t i = 0; i < 4; i++) if (!kOne) put_together(i);
   for (size_t t = 0; t < n; t++) {
     const ActRow row = act_row(x[t], cols);
+    const int8_t* q = one_base(row.qt + 32 * at);
+    LaneSum sums[2] = {no_sum(), no_sum()};
+    DS4_UNROLL
+    for (size_t i = 0; i < 4; i++) {
+      if (kOne) put_together(i);
+#if DS4_PASS == 2
+      if constexpr (T::kSigns) sums[i / 2] = dot_lanes(sums[i / 2], w[i % kParts], signs[i % kParts], q + 128 * i);
+      else
+#endif
+      sums[i / 2] = dot_lanes(sums[i / 2], w[i % kParts], q + 128 * i);
+    }
     i32x16 lo, hi;
-    finish<T::kScaled, T::kOffset <= 16>(sums[t][0], sums[t][1], &lo, &hi);
-    if constexpr (kOffsets) {
+    finish<T::kScaled, T::kOffset <= 16>(sums[0], sums[1], &lo, &hi);
+    if constexpr (!T::kSigns) {
       const i32x16 offset = set1_i32(T::kOffset);
       lo = add(lo, mul(sar<7>(load_i32((T::kScaled ? row.c_lo : row.c) + at)), offset));
       if constexpr (T::kScaled) hi = add(hi, mul(sar<7>(load_i32(row.c_hi + at)), offset));
@@ -2286,7 +2289,7 @@ static void matmul_rows_grid(const Matrix& w, size_t r0, size_t r1, const void* 
         ahead.ask((r - r0) * w.stride + (i + 2) * sizeof(Block));
         read_grid(row + i, row + i + (i + 1 < n_blocks), g[k]);
       }
-      for (size_t k = 0, i = i0; k < kBatch && i < n_blocks; k++, i += 2) add_grid(row + i, row + i + (i + 1 < n_blocks), g[k], x, w.cols, 8 * i, n, acc);
+      for (size_t k = 0, i = i0; k < kBatch && i < n_blocks; k++, i += 2) add_grid<Block, kOne>(row + i, row + i + (i + 1 < n_blocks), g[k], x, w.cols, 8 * i, n, acc);
     }
     for (size_t t = 0; t < n; t++) out[t][r] = reduce_add(acc[t]);
   }
@@ -2353,82 +2356,174 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow&
 }
 #elif DS4_PASS == 3
 struct BlockMXFP4x8 { BlockMXFP4 b[8]; };      // as other types have them: 256 values
-// Weights plus kBias of IQ2_XXS, plus 12 of MXFP4; times 2^field_shifts of Q2_K and Q4_K.
+// Weights: of grid types plus kBias, or kScaledBias; plus 12 of MXFP4; times 2^field_shifts of Q2_K and Q4_K.
 template <class Block>
 struct LaneGroup {
   __m512i w[8];
   LaneScales scales;
 };
 
-// The grid of IQ2_XXS has three values, so an entry of eight is 16 bits of 2-bit codes: the table is eight registers. The byte of
-// an entry stays where its number is, so a lane holds the four entries of one group of 32, and activations lie that way too (qet).
-// The codes of two values with their two signs are the index of both: bits 0-3 and 4-5 for values 0, 1 and 4, 5; bits 2-5 and 0-1
-// for values 2, 3 and 6, 7, which saves shifting the signs.
-struct EntryTables {
-  uint8_t grid[2][256];                        // codes of values 0-3 and 4-7 of an entry
-  uint8_t value[2][2][64];                     // [signs below][second value][index] -> kBias +- value
-  uint8_t spread[64];                          // where the 7-bit sign fields are
-};
-constexpr EntryTables make_entry_tables() {
-  EntryTables t{};
-  constexpr int kValues[4] = {8, 25, 43, 0};
-  for (int e = 0; e < 256; e++)
-    for (int k = 0; k < 8; k++) {
-      const int v = int(kGrid2xxs[size_t(e)] >> 8 * k & 255) - 64;
-      const int code = v == kValues[0] ? 0 : v == kValues[1] ? 1 : 2;
-      t.grid[k / 4][e] = uint8_t(t.grid[k / 4][e] | code << 2 * (k % 4));
+// A grid has few levels, so an entry of eight values is two bytes of 2-bit codes and one of four values two bytes of 3-bit codes:
+// its tables lie in registers, or nearly. The byte of an entry stays where its number is, so a lane holds the entries of one
+// group of 32 (of four values: the even ones, then the odd ones), and activations lie that way too (qet).
+template <size_t kN> struct CodeTables { uint8_t part[2][kN]; };
+using Levels = std::array<int, 8>;
+template <class T, size_t kN>
+constexpr CodeTables<kN> make_codes(const std::array<T, kN>& grid, int offset, const Levels& levels) {
+  constexpr size_t kBits = sizeof(T) == 8 ? 2 : 3, kPart = sizeof(T) / 2;
+  CodeTables<kN> t{};
+  for (size_t e = 0; e < kN; e++)
+    for (size_t k = 0; k < sizeof(T); k++) {
+      size_t code = 0;
+      while (levels[code] != int(grid[e] >> 8 * k & 255) - offset) code++;
+      t.part[k / kPart][e] = uint8_t(t.part[k / kPart][e] | code << kBits * (k % kPart));
     }
-  for (int b = 0; b < 64; b++) {
-    t.spread[b] = uint8_t(32 * (b / 4 % 2) + 7 * (b % 4));
-    for (int below = 0; below < 2; below++)
-      for (int k = 0; k < 2; k++) {
-        const int v = kValues[b >> (2 * below + 2 * k) & 3], sign = b >> (below ? k : 4 + k) & 1;
-        t.value[below][k][b] = uint8_t(kBias + (sign ? -v : v));
-      }
-  }
   return t;
 }
-alignas(64) constexpr EntryTables kEntryTables = make_entry_tables();
+constexpr Levels kLevels2 = {8, 25, 43}, kLevels3xxs = {4, 12, 20, 28, 36, 44, 52, 62}, kLevels3s = {1, 3, 5, 7, 9, 11, 13, 15};
+alignas(64) constexpr CodeTables<256> kCodes2xxs = make_codes(kGrid2xxs, 64, kLevels2), kCodes3xxs = make_codes(kGrid3xxs, 64, kLevels3xxs);
+alignas(64) constexpr CodeTables<512> kCodes2xs = make_codes(kGrid2xs, 64, kLevels2), kCodes3s = make_codes(kGrid3s, 16, kLevels3s);
+alignas(64) constexpr CodeTables<1024> kCodes2s = make_codes(kGrid2s, 64, kLevels2);
+
+// Bytes of a table for 64 numbers: their lowest bytes, and masks of their bits from 7 on.
+template <size_t kN>
+DS4_INLINE __m512i lookup_codes(const uint8_t* table, __m512i low, const __mmask64* bits) {
+  if constexpr (kN == 128) return _mm512_permutex2var_epi8(load512(table), low, load512(table + 64));
+  else return _mm512_mask_mov_epi8(lookup_codes<kN / 2>(table, low, bits), bits[kN == 256 ? 0 : kN == 512 ? 1 : 2], lookup_codes<kN / 2>(table + kN / 2, low, bits));
+}
+
+// What a six-bit index of code and signs stands for, plus a bias. 2-bit codes, two values with their signs: codes in bits 0-3 and
+// signs in 4-5 for values 0, 1 and 4, 5; codes in 2-5, signs in 0-1 for values 2, 3 and 6, 7, which saves shifting the signs.
+// 3-bit codes: value 0 or 2 of a part in bits 0-2, its sign in 3 or 4; value 1 or 3 in bits 3-5, its sign in 0 or 1.
+struct ValueTable { uint8_t value[4][64]; };
+constexpr ValueTable make_values2(int bias) {
+  ValueTable t{};
+  for (int i = 0; i < 64; i++)
+    for (int k = 0; k < 4; k++) {
+      const int v = kLevels2[size_t(i >> (k < 2 ? 2 * k : 2 * k - 2) & 3)], sign = i >> (k < 2 ? 4 + k : k - 2) & 1;
+      t.value[k][i] = uint8_t(bias + (sign ? -v : v));
+    }
+  return t;
+}
+constexpr ValueTable make_values3(const Levels& levels) {
+  ValueTable t{};
+  for (int i = 0; i < 64; i++)
+    for (int k = 0; k < 4; k++) {
+      const int v = levels[size_t(k % 2 == 0 ? i & 7 : i >> 3)], sign = i >> (k % 2 == 0 ? 3 + k / 2 : k / 2) & 1;
+      t.value[k][i] = uint8_t(kBias + (sign ? -v : v));
+    }
+  return t;
+}
+// With two scales for 32 values sums of two products must fit into 16 bits.
+constexpr int kScaledBias = 64;
+alignas(64) constexpr ValueTable kValues2 = make_values2(kBias), kValues2Scaled = make_values2(kScaledBias);
+alignas(64) constexpr ValueTable kValues3xxs = make_values3(kLevels3xxs), kValues3s = make_values3(kLevels3s);
+
+// w[t] = value t of 64 entries of eight; signs of values 2, 3, 6, 7, 0, 1, 4, 5 from bit 0 on.
+DS4_INLINE void values2(const ValueTable& t, const __m512i* code, __m512i signs, __m512i* w) {
+  DS4_UNROLL
+  for (int h = 0; h < 2; h++) {
+    const __m512i sign = h == 0 ? signs : _mm512_srli_epi16(signs, 2);
+    const __m512i index[2] = {_mm512_ternarylogic_epi32(code[h], sign, _mm512_set1_epi8(0x0f), 0xe4), _mm512_ternarylogic_epi32(_mm512_srli_epi16(code[h], 2), sign, _mm512_set1_epi8(0x3c), 0xe4)};
+    DS4_UNROLL
+    for (int k = 0; k < 4; k++) w[4 * h + k] = _mm512_permutexvar_epi8(index[k / 2], load512(t.value[k]));
+  }
+}
+// w[t] = value t of 64 entries of four; signs of values 1, 3, -, 0, 2 from bit 0 on.
+DS4_INLINE void values3(const ValueTable& t, const __m512i* code, __m512i signs, __m512i* w) {
+  DS4_UNROLL
+  for (int k = 0; k < 4; k++) {
+    const __m512i index = _mm512_ternarylogic_epi32(code[k / 2], signs, _mm512_set1_epi8(k % 2 == 0 ? 0x07 : 0x38), 0xe4);
+    w[k] = _mm512_permutexvar_epi8(index, load512(t.value[k]));
+  }
+}
+
+// For gf2p8affine: the signs of values 0-7 from bits 0-7 to where values2 wants them, and to where values3 wants those of 0-3 and
+// of 4-7. With parity: the eighth sign is that of the other seven. Those of IQ2_XS begin at bit 1.
+constexpr int64_t kSigns2 = 0x0408408001021020, kSigns2Parity = 0x0408407f01021020, kSigns2XsParity = 0x081080fe02042040;
+constexpr int64_t kSigns3[2] = {0x0208000104000000, 0x2080001040000000}, kSigns3Parity[2] = {0x0208000104000000, 0x207f001040000000};
+DS4_INLINE __m512i move_bits(__m512i a, int64_t matrix) { return _mm512_gf2p8affine_epi64_epi8(a, _mm512_set1_epi64(matrix), 0); }
+
+struct ByteIndexes { uint8_t even[64], odd[64], sevens[64]; };     // the bytes of two registers; fields of 7 bits in words of 32
+constexpr ByteIndexes make_byte_indexes() {
+  ByteIndexes t{};
+  for (size_t i = 0; i < 64; i++) t.even[i] = uint8_t(2 * i), t.odd[i] = uint8_t(2 * i + 1), t.sevens[i] = uint8_t(32 * (i / 4 % 2) + 7 * (i % 4));
+  return t;
+}
+alignas(64) constexpr ByteIndexes kByteIndexes = make_byte_indexes();
+DS4_INLINE __m512i even_bytes(__m512i a, __m512i b) { return _mm512_permutex2var_epi8(a, load512(kByteIndexes.even), b); }
+DS4_INLINE __m512i odd_bytes(__m512i a, __m512i b) { return _mm512_permutex2var_epi8(a, load512(kByteIndexes.odd), b); }
+DS4_INLINE __m512i sevens(__m512i words) { return _mm512_multishift_epi64_epi8(load512(kByteIndexes.sevens), words); }
 
 // Sixteen groups of 32, each eight bytes (four grid indices, a word of signs and scale), eight in ga and eight in gb:
 // w[t] = value t of all entries, plus kBias. Returns (2 * scale + 1) / 8 of the groups.
 DS4_INLINE f32x16 iq2_xxs_values(__m512i ga, __m512i gb, __m512i* w) {
-  const EntryTables& t = kEntryTables;
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i entry = _mm512_permutex2var_epi32(ga, even, gb), aux = odd_words(ga, gb).v;
   const __mmask64 bit7 = _mm512_movepi8_mask(entry);
-  // Signs of values 2, 3, 6, 7, 0, 1, 4, 5 from bit 0 on; the eighth is the parity of the others.
-  const __m512i signs = _mm512_gf2p8affine_epi64_epi8(_mm512_multishift_epi64_epi8(load512(t.spread), aux), _mm512_set1_epi64(0x0408407f01021020), 0);
-  __m512i lower[2], upper[2];                  // the code, if bit 7 is not or is set
+  __m512i code[2];
   if (g_fast_byte_tables) {
     DS4_UNROLL
-    for (int h = 0; h < 2; h++) {
-      const uint8_t* p = t.grid[h];
-      lower[h] = _mm512_permutex2var_epi8(load512(p), entry, load512(p + 64));
-      upper[h] = _mm512_permutex2var_epi8(load512(p + 128), entry, load512(p + 192));
-    }
+    for (int h = 0; h < 2; h++) code[h] = lookup_codes<256>(kCodes2xxs.part[h], entry, &bit7);
   } else {
     const __mmask64 bit6 = _mm512_test_epi8_mask(entry, _mm512_set1_epi8(64));
     DS4_UNROLL
     for (int h = 0; h < 2; h++) {
-      const uint8_t* p = t.grid[h];
-      lower[h] = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p)), bit6, entry, load512(p + 64));
-      upper[h] = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p + 128)), bit6, entry, load512(p + 192));
+      const uint8_t* p = kCodes2xxs.part[h];
+      const __m512i lower = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p)), bit6, entry, load512(p + 64));
+      const __m512i upper = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(entry, load512(p + 128)), bit6, entry, load512(p + 192));
+      code[h] = _mm512_mask_mov_epi8(lower, bit7, upper);
     }
   }
-  DS4_UNROLL
-  for (int h = 0; h < 2; h++) {
-    const __m512i code = _mm512_mask_mov_epi8(lower[h], bit7, upper[h]);
-    const __m512i sign = h == 0 ? signs : _mm512_srli_epi16(signs, 2);
-    const __m512i index[2] = {_mm512_ternarylogic_epi32(code, sign, _mm512_set1_epi8(0x0f), 0xe4), _mm512_ternarylogic_epi32(_mm512_srli_epi16(code, 2), sign, _mm512_set1_epi8(0x3c), 0xe4)};
-    DS4_UNROLL
-    for (int k = 0; k < 4; k++) w[4 * h + k] = _mm512_permutexvar_epi8(index[k / 2], load512(t.value[k / 2][k % 2]));
-  }
+  values2(kValues2, code, move_bits(sevens(aux), kSigns2Parity), w);
   return top_scale({aux}, 0.125f);
 }
 
 DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup<BlockIQ2_XXS>& g) {
   g.scales.d = mul(d_pair(a, b), iq2_xxs_values(load512(a->g), load512(b->g), g.w));
+}
+// Of nibbles, lower first, both as 2s + 1 in words.
+DS4_INLINE i32x16 odd_words_of_nibbles(i32x16 v) { return or_(and_bits(or_(shl<1>(v), shl<13>(v)), 0x001e001e), set1_i32(0x00010001)); }
+DS4_INLINE void load_lanes(const BlockIQ2_XS* a, const BlockIQ2_XS* b, LaneGroup<BlockIQ2_XS>& g) {
+  const __m512i qa = load512(a->q), qb = load512(b->q), entry = even_bytes(qa, qb), high = odd_bytes(qa, qb);
+  const __mmask64 bits[2] = {_mm512_movepi8_mask(entry), _mm512_test_epi8_mask(high, _mm512_set1_epi8(1))};
+  const __m512i code[2] = {lookup_codes<512>(kCodes2xs.part[0], entry, bits), lookup_codes<512>(kCodes2xs.part[1], entry, bits)};
+  values2(kValues2Scaled, code, move_bits(high, kSigns2XsParity), g.w);
+  g.scales.d = mul(d_pair(a, b), set1(0.125f));
+  g.scales.e = odd_words_of_nibbles(load_u8(a->s, b->s));
+}
+DS4_INLINE void load_lanes(const BlockIQ2_S* a, const BlockIQ2_S* b, LaneGroup<BlockIQ2_S>& g) {
+  const __m512i entry = load8(a->q, b->q).v;
+  const uint64_t ha = load_le<uint64_t>(a->h), hb = load_le<uint64_t>(b->h), m = 0x5555555555555555;
+  const __mmask64 bits[3] = {_mm512_movepi8_mask(entry), _pext_u64(ha, m) | _pext_u64(hb, m) << 32, _pext_u64(ha, ~m) | _pext_u64(hb, ~m) << 32};
+  const __m512i code[2] = {lookup_codes<1024>(kCodes2s.part[0], entry, bits), lookup_codes<1024>(kCodes2s.part[1], entry, bits)};
+  values2(kValues2Scaled, code, move_bits(load8(a->sg, b->sg).v, kSigns2), g.w);
+  g.scales.d = mul(d_pair(a, b), set1(0.125f));
+  g.scales.e = odd_words_of_nibbles(load_u8(a->s, b->s));
+}
+DS4_INLINE void load_lanes(const BlockIQ3_XXS* a, const BlockIQ3_XXS* b, LaneGroup<BlockIQ3_XXS>& g) {
+  const __m512i qa = load512(a->q), qb = load512(b->q), aux = load8(a->a, b->a).v, signs = sevens(aux);
+  DS4_UNROLL
+  for (int h = 0; h < 2; h++) {
+    const __m512i entry = h == 0 ? even_bytes(qa, qb) : odd_bytes(qa, qb);
+    const __mmask64 bit7 = _mm512_movepi8_mask(entry);
+    const __m512i code[2] = {lookup_codes<256>(kCodes3xxs.part[0], entry, &bit7), lookup_codes<256>(kCodes3xxs.part[1], entry, &bit7)};
+    values3(kValues3xxs, code, move_bits(signs, kSigns3Parity[h]), g.w + 4 * h);
+  }
+  g.scales.d = mul(d_pair(a, b), top_scale({aux}, 0.25f));
+}
+DS4_INLINE void load_lanes(const BlockIQ3_S* a, const BlockIQ3_S* b, LaneGroup<BlockIQ3_S>& g) {
+  const __m512i qa = load512(a->q), qb = load512(b->q), signs = load8(a->sg, b->sg).v;
+  const uint64_t ha = load_le<uint64_t>(a->h), hb = load_le<uint64_t>(b->h);
+  DS4_UNROLL
+  for (int h = 0; h < 2; h++) {
+    const __m512i entry = h == 0 ? even_bytes(qa, qb) : odd_bytes(qa, qb);
+    const uint64_t m = h == 0 ? 0x5555555555555555 : 0xaaaaaaaaaaaaaaaa;
+    const __mmask64 bits[2] = {_mm512_movepi8_mask(entry), _pext_u64(ha, m) | _pext_u64(hb, m) << 32};
+    const __m512i code[2] = {lookup_codes<512>(kCodes3s.part[0], entry, bits), lookup_codes<512>(kCodes3s.part[1], entry, bits)};
+    values3(kValues3s, code, move_bits(signs, kSigns3[h]), g.w + 4 * h);
+  }
+  g.scales.d = mul(d_pair(a, b), iq3_s_scales(a, b));
 }
 
 // At which bit of its bytes each lane's fields begin, Q2_K or Q4_K. They stay there: a sum comes out 2^shift times too large,
@@ -2510,9 +2605,19 @@ DS4_INLINE void load_lanes(const BlockMXFP4x8* a, const BlockMXFP4x8* b, LaneGro
 // acc + the 16 blocks from b on times the activations.
 template <class Block>
 DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
-  const int8_t* q = (std::is_same_v<Block, BlockIQ2_XXS> ? x.qet : x.qt) + 32 * b;
+  using T = GridType<Block>;
+  const int8_t* q = (T::kGrid ? x.qet : x.qt) + 32 * b;
   __m512i lo = _mm512_setzero_si512(), hi = lo;
-  if constexpr (std::is_same_v<Block, BlockIQ2_XXS>) lo = load512(x.c + b);                                // -kBias * sum
+  if constexpr (T::kScaled) {                  // sums of values 0-15 and 16-31 in words; -sums of the activations, then products
+    const __m512i sums = _mm512_mask_blend_epi16(0x55555555, _mm512_slli_epi32(load512(x.c_hi + b), 9), _mm512_srai_epi32(load512(x.c_lo + b), 7));
+    lo = _mm512_mullo_epi32(_mm512_madd_epi16(sums, g.scales.e.v), _mm512_set1_epi32(kScaledBias));
+    DS4_UNROLL
+    for (int t = 0; t < 4; t++) lo = _mm512_dpwssd_epi32(lo, _mm512_maddubs_epi16(g.w[t], load512(q + 64 * t)), g.scales.e.v);
+    DS4_UNROLL
+    for (int t = 4; t < 8; t++) hi = _mm512_dpwssd_epi32(hi, _mm512_maddubs_epi16(g.w[t], load512(q + 64 * t)), g.scales.e.v);
+    return fma(to_f32(i32x16{_mm512_add_epi32(lo, hi)}), mul(g.scales.d, load(x.d + b)), acc);               // below 2^24: exact
+  }
+  if constexpr (T::kGrid) lo = load512(x.c + b);                                                            // -kBias * sum
   if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = _mm512_srai_epi32(load512(x.c + b), 7);            // -sum
   if constexpr (std::is_same_v<Block, BlockMXFP4x8>) lo = _mm512_mullo_epi32(_mm512_srai_epi32(load512(x.c + b), 7), _mm512_set1_epi32(12));
   DS4_UNROLL
@@ -2820,16 +2925,20 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
     case Type::IQ1_M: return grid(BlockIQ1_M{});
 #if DS4_PASS == 3
     case Type::IQ2_XXS: return lanes(BlockIQ2_XXS{});
+    case Type::IQ2_XS: return lanes(BlockIQ2_XS{});
+    case Type::IQ2_S: return lanes(BlockIQ2_S{});
+    case Type::IQ3_XXS: return lanes(BlockIQ3_XXS{});
+    case Type::IQ3_S: return lanes(BlockIQ3_S{});
     case Type::MXFP4:
       if (w.cols % 256 != 0) break;
       return lanes(BlockMXFP4x8{});
 #else
     case Type::IQ2_XXS: return grid(BlockIQ2_XXS{});
-#endif
     case Type::IQ2_XS: return grid(BlockIQ2_XS{});
     case Type::IQ2_S: return grid(BlockIQ2_S{});
     case Type::IQ3_XXS: return grid(BlockIQ3_XXS{});
     case Type::IQ3_S: return grid(BlockIQ3_S{});
+#endif
     default: break;
   }
 #endif

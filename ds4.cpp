@@ -813,6 +813,9 @@ DS4_INLINE f32x16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(load256(
 DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) {      // sixteen halves, stride bytes apart
   return {_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(halves8(p, stride)), halves8(p + 8 * stride, stride), 1))};
 }
+DS4_INLINE f32x16 load_f16(const void* p, const void* q, size_t stride) {        // eight from each, AVX-512 and AVX2 only
+  return {_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(halves8(static_cast<const uint8_t*>(p), stride)), halves8(static_cast<const uint8_t*>(q), stride), 1))};
+}
 DS4_INLINE f32x16 load_bf16(const uint16_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load256(p)), 16))}; }
 DS4_INLINE void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
 DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
@@ -985,6 +988,7 @@ DS4_INLINE f32x16 load(const float* p) { DS4_EACH(f32x16, _mm256_loadu_ps(p + 8 
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { DS4_EACH(f32x16, _mm256_maskload_ps(p + 8 * i, first_lanes(n, 8 * i))); }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { DS4_EACH(f32x16, _mm256_cvtph_ps(load128(p + 8 * i))); }
 DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { DS4_EACH(f32x16, _mm256_cvtph_ps(halves8(p + 8 * size_t(i) * stride, stride))); }
+DS4_INLINE f32x16 load_f16(const void* p, const void* q, size_t stride) { return {{_mm256_cvtph_ps(halves8(static_cast<const uint8_t*>(p), stride)), _mm256_cvtph_ps(halves8(static_cast<const uint8_t*>(q), stride))}}; }
 DS4_INLINE f32x16 load_bf16(const uint16_t* p) { DS4_EACH(f32x16, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p + 8 * i)), 16))); }
 DS4_INLINE void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.v[0]); _mm256_storeu_ps(p + 8, a.v[1]); }
 DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) {
@@ -1156,6 +1160,11 @@ DS4_INLINE LaneSigns lane_signs(i8x64 signs, int byte) {
 DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const LaneSigns& s, const int8_t* x) {
   DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], _mm256_sign_epi8(load256(x + 32 * i), s.v[i]))));
 }
+// Signed w need sums of 32 bits, two for each block.
+DS4_INLINE LaneSum dot_signed_lanes(LaneSum acc, const i8x64* w, const int8_t* x) {
+  DS4_EACH(LaneSum, _mm256_add_epi32(acc.v[i], dot4_half<true>(w[i / 2].v[i % 2], load256(x + 32 * i))));
+}
+DS4_INLINE i32x16 fold_lanes(LaneSum a) { return {{_mm256_hadd_epi32(a.v[0], a.v[1]), _mm256_hadd_epi32(a.v[2], a.v[3])}}; }
 template <bool kBoth, bool kSmall> DS4_INLINE void finish(LaneSum a, LaneSum b, i32x16* lo, i32x16* hi) {
   const __m256i one = _mm256_set1_epi16(1);
   DS4_UNROLL
@@ -1614,11 +1623,12 @@ static void unpack_nibbles(const uint8_t* p, size_t n, Group& g) {
   }
   if constexpr (std::is_same_v<B, BlockQ4_1> || std::is_same_v<B, BlockQ5_1>) store(g.e0, neg(halves(&b->m, sizeof(B), n)));
 }
+DS4_INLINE uint64_t iq4_xs_scales(const BlockIQ4_XS* b) { return spread4(load_le<uint32_t>(b->sl)) | spread2(b->sh) << 4; }
 static void unpack_iq4_xs(const uint8_t* p, size_t n, Group& g) {
   const BlockIQ4_XS* b = reinterpret_cast<const BlockIQ4_XS*>(p);
   for (size_t i = 0; i < n; i++) {
     for (size_t j = 0; j < 4; j++) store8(g.q + 256 * i + 64 * j, lookup(kIq4Bytes.data(), nibbles(b[i].q + 32 * j, b[i].q + 32 * j + 16)));
-    const uint64_t s = spread4(load_le<uint32_t>(b[i].sl)) | spread2(b[i].sh) << 4;
+    const uint64_t s = iq4_xs_scales(b + i);
     std::memcpy(g.s + 8 * i, &s, 8);
   }
   store(g.d, mul(d_pair(b, b + n - 1), to_f32(sub(load_u8(g.s, g.s + 8), set1_i32(32)))));
@@ -2028,13 +2038,14 @@ DS4_INLINE f32x16 first_of(f32x16 a, size_t n, f32x16 old) {
 // Up to so many tokens a row at a time, beyond it tiles. Measured in Gweights/s, rows / tiles (Zen 4, 4096 columns, weights in L2):
 //   tokens   AVX-512: 2           3            4            6            8      AVX2: 2            4           6           8
 //   Q8_0     24.9 / 11.2  19.3 / 10.5  15.5 / 12.2  10.3 / 10.5   7.7 /  9.5  17.2 / 7.7  10.5 / 6.9   7.3 / 5.4   5.6 / 4.8
-//   MXFP4    32.6 / 12.4  26.6 / 11.6  22.9 / 11.2  15.7 /  9.7  10.6 /  8.9  13.6 / 9.8   9.3 / 7.1   6.9 / 6.0   5.4 / 5.3
+//   MXFP4    32.6 / 12.4  26.6 / 11.6  22.9 / 11.2  15.7 /  9.7  10.6 /  8.9  21.9 / 9.8  14.1 / 7.1  10.0 / 6.0   7.8 / 5.3
+//   IQ4_XS   33.9 / 14.1  27.8 / 10.3  23.8 / 12.5  16.4 / 10.7  10.5 /  9.8  16.4 / 9.1  10.2 / 6.8   7.5 / 5.3   5.9 / 4.7
 //   IQ2_XXS  37.4 / 24.7  30.0 / 21.7  23.5 / 20.0  15.9 / 15.7  10.2 / 13.8  11.0 / 8.0   7.7 / 6.1   6.0 / 5.3   4.8 / 4.7
 //   IQ2_XS   24.4 /  9.0  19.7 /  8.6  16.6 /  8.1  11.3 /  7.3   8.4 /  6.7  10.3 / 7.4   7.0 / 5.7   5.4 / 4.7   4.3 / 4.3
 //   IQ3_XXS  34.4 /  8.5  28.1 /  8.1  23.3 /  7.9  15.1 /  7.1  10.1 /  6.7   8.7 / 7.2   6.6 / 5.6   5.2 / 4.9   4.3 / 4.4
 //   IQ1_S    17.2 /  8.5  14.5 /  8.4  12.0 /  8.0   8.5 /  7.2   7.0 /  6.7  12.7 / 7.7   8.3 / 5.8   6.5 / 5.2   5.1 / 4.5
-//   Q2_K     41.0 / 15.6  30.5 / 14.1  24.4 / 13.4  16.4 / 11.0  10.1 /  9.8  20.3 / 9.8  12.0 / 7.3   8.2 / 5.9   6.2 / 5.2
-//   Q4_K     33.8 / 14.1  28.1 / 13.2  24.1 / 12.5  16.8 / 10.6  11.0 /  9.6  18.6 / 10.9 11.8 / 8.0   8.6 / 6.5   6.6 / 5.7
+//   Q2_K     41.0 / 15.6  30.5 / 14.1  24.4 / 13.4  16.4 / 11.0  10.1 /  9.8  20.7 / 9.8  12.1 / 7.3   8.2 / 5.9   6.2 / 5.2
+//   Q4_K     33.8 / 14.1  28.1 / 13.2  24.1 / 12.5  16.8 / 10.6  11.0 /  9.6  20.1 / 10.9 13.1 / 8.0   9.7 / 6.5   7.7 / 5.7
 // NEON and scalar are not measured.
 constexpr size_t kMaxRowTokens = 8;
 static size_t row_tokens(Type type) {
@@ -2042,9 +2053,8 @@ static size_t row_tokens(Type type) {
   switch (type) {
     case Type::Q8_0: return 4;
     case Type::IQ2_XXS: return DS4_PASS == 3 ? 6 : 4;
-    case Type::Q2_K: case Type::Q4_K: case Type::TQ1_0: case Type::MXFP4: return DS4_PASS == 3 ? 8 : 4;
-    case Type::IQ1_S: case Type::IQ1_M: case Type::IQ2_XS: case Type::IQ2_S: case Type::IQ3_XXS: case Type::IQ3_S: return DS4_PASS == 3 ? 8 : 4;
-    default: return 3;
+    case Type::Q3_K: case Type::Q5_1: case Type::Q6_K: case Type::TQ2_0: return 3;
+    default: return DS4_PASS == 3 ? 8 : 4;
   }
 }
 
@@ -2161,10 +2171,45 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 #if DS4_PASS >= 2
 // -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
 // Word t of lane l is values 4t .. 4t + 3 of block l (IQ2_XXS on AVX-512: t, 8 + t, 16 + t, 24 + t), on AVX2 quad word t values
-// 8t .. 8t + 7 of the block of that lane: products need no sum across lanes, or one of neighbours at the end. For the types with
-// a grid, TQ1_0 and those with the most weights; the numbers are those of the Group form, so the results are too.
+// 8t .. 8t + 7 of the block of that lane: products need no sum across lanes, or one of neighbours at the end. The numbers are
+// those of the Group form, so the results are too.
+
+// Eight blocks of 32, to have 256 values like other types.
+template <class B> struct Eight { B b[8]; };
+template <class B> DS4_INLINE const uint8_t* nibbles_of(const Eight<B>& a, size_t k) { return a.b[k].q; }
+DS4_INLINE const uint8_t* nibbles_of(const BlockIQ4_XS& a, size_t k) { return a.q + 16 * k; }
+// As in Format, and whether there is a minimum for 32 values.
+template <class Block> constexpr int kLaneOffset = 0;
+template <> constexpr int kLaneOffset<BlockTQ1_0> = 1;
+template <> constexpr int kLaneOffset<Eight<BlockQ4_0>> = 8;
+template <> constexpr int kLaneOffset<Eight<BlockQ5_0>> = 16;
+template <> constexpr int kLaneOffset<Eight<BlockMXFP4>> = 12;
+template <> constexpr int kLaneOffset<Eight<BlockIQ4_NL>> = kBias;
+template <> constexpr int kLaneOffset<BlockIQ4_XS> = kBias;
+template <class Block, class... Others> constexpr bool kIsOneOf = (std::is_same_v<Block, Others> || ...);
+template <class Block> constexpr bool kHasMin = kIsOneOf<Block, BlockQ4_K, BlockQ5_K, Eight<BlockQ4_1>>;
+template <class Block> constexpr bool kIsIq4 = kIsOneOf<Block, BlockIQ4_XS, Eight<BlockIQ4_NL>>;
 
 DS4_INLINE void load_scales(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneScales& g) { g.d = d_pair(a, b); }
+DS4_INLINE void load_scales(const BlockIQ4_XS* a, const BlockIQ4_XS* b, LaneScales& g) {
+  const uint64_t s[2] = {iq4_xs_scales(a), iq4_xs_scales(b)};
+  g.d = mul(d_pair(a, b), to_f32(sub(load_u8(&s[0], &s[1]), set1_i32(32))));
+}
+DS4_INLINE __m256i fifth_words(const Eight<BlockQ5_0>& a) {
+  const auto h = [&](size_t k) __attribute__((always_inline)) { return load_le<int32_t>(a.b[k].h); };
+  return _mm256_setr_epi32(h(0), h(1), h(2), h(3), h(4), h(5), h(6), h(7));
+}
+template <class B>
+DS4_INLINE void load_scales(const Eight<B>* a, const Eight<B>* b, LaneScales& g) {
+  if constexpr (std::is_same_v<B, BlockMXFP4>) {
+    alignas(16) uint8_t e[16];
+    for (size_t k = 0; k < 8; k++) e[k] = a->b[k].e, e[8 + k] = b->b[k].e;
+    g.d = fp4_scales(e);
+  } else {
+    g.d = load_f16(&a->b[0].d, &b->b[0].d, sizeof(B));
+  }
+  if constexpr (kHasMin<Eight<B>>) g.m0 = neg(load_f16(&a->b[0].m, &b->b[0].m, sizeof(B)));
+}
 DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& g) {
   const i32x16 s = load_u8_words(a->s, b->s);
   f32x16 m;
@@ -2173,7 +2218,8 @@ DS4_INLINE void load_scales(const BlockQ2_K* a, const BlockQ2_K* b, LaneScales& 
   g.m0 = mul(m, nibble_f32(shr<4>(s)));
   g.m1 = mul(m, nibble_f32(shr<20>(s)));
 }
-DS4_INLINE void load_scales(const BlockQ4_K* a, const BlockQ4_K* b, LaneScales& g) {
+template <class Block>                         // Q4_K and Q5_K
+DS4_INLINE void load_q4_scales(const Block* a, const Block* b, LaneScales& g) {
   uint8_t s[32];
   q4_scales(a->s, s);
   q4_scales(b->s, s + 8);
@@ -2182,6 +2228,8 @@ DS4_INLINE void load_scales(const BlockQ4_K* a, const BlockQ4_K* b, LaneScales& 
   g.d = mul(d, to_f32(load_u8(s, s + 8)));
   g.m0 = mul(m, to_f32(load_u8(s + 16, s + 24)));
 }
+DS4_INLINE void load_scales(const BlockQ4_K* a, const BlockQ4_K* b, LaneScales& g) { load_q4_scales(a, b, g); }
+DS4_INLINE void load_scales(const BlockQ5_K* a, const BlockQ5_K* b, LaneScales& g) { load_q4_scales(a, b, g); }
 // acc + what the sums over values 0-15 and 16-31 of the 16 blocks from b on are worth. Q2_K: both are below 2^13 and come as
 // the signed words of lo.
 template <class Block>
@@ -2193,7 +2241,7 @@ DS4_INLINE f32x16 add_sums(f32x16 acc, i32x16 lo, i32x16 hi, const LaneScales& g
     return fma(fma(to_f32(lo), g.e0, mul(to_f32(hi), g.e1)), mul(g.d, load(x.d + b)), acc);
   } else {
     acc = fma(to_f32(add(lo, hi)), mul(g.d, load(x.d + b)), acc);
-    return std::is_same_v<Block, BlockQ4_K> ? fma(g.m0, load(x.md + b), acc) : acc;
+    return kHasMin<Block> ? fma(g.m0, load(x.md + b), acc) : acc;
   }
 }
 
@@ -2297,17 +2345,15 @@ static void matmul_rows_grid(const Matrix& w, size_t r0, size_t r1, const void* 
 #endif
 
 #if DS4_PASS == 2
-// What add_lanes needs; the weights themselves are read for each token.
-template <class Block>
+// What add_lanes needs. One token's weights are put together when they are used, those of more tokens before, but not those of
+// Q2_K, which are quick to put together (2 tokens: 20.4 Gweights/s against 18.1).
+template <class Block, bool kOne> constexpr bool kKept = !kOne && !std::is_same_v<Block, BlockQ2_K>;
+template <class Block, bool kOne>
 struct LaneGroup {
   LaneScales scales;
   const Block* block[2];
+  i8x64 kept[4][2];
 };
-template <class Block>
-DS4_INLINE void load_lanes(const Block* a, const Block* b, LaneGroup<Block>& g) {
-  load_scales(a, b, g.scales);
-  g.block[0] = a, g.block[1] = b;
-}
 DS4_INLINE __m256i quad_at(const void* p) { return _mm256_set1_epi64x(load_le<int64_t>(p)); }
 DS4_INLINE __m256i quads_at(const uint8_t* p, const uint8_t* q) { return _mm256_blend_epi32(quad_at(p), quad_at(q), 0xf0); }
 DS4_INLINE __m256i shifted(__m256i a, int even, int odd, char mask) { return _mm256_and_si256(_mm256_srlv_epi64(a, _mm256_set_epi64x(odd, even, odd, even)), _mm256_set1_epi8(mask)); }
@@ -2316,8 +2362,16 @@ DS4_INLINE i8x64 lane_pieces(const BlockQ2_K& b, int i) {
   const __m256i q = quads_at(b.q + 8 * i, b.q + 32 + 8 * i);
   return {{shifted(q, 0, 2, 3), shifted(q, 4, 6, 3)}};
 }
-DS4_INLINE i8x64 lane_pieces(const BlockQ4_K& b, int i) {
+template <class Block>                         // Q4_K and Q5_K
+DS4_INLINE i8x64 q4_pieces(const Block& b, int i) {
   return {{shifted(quads_at(b.q + 8 * i, b.q + 64 + 8 * i), 0, 4, 15), shifted(quads_at(b.q + 32 + 8 * i, b.q + 96 + 8 * i), 0, 4, 15)}};
+}
+DS4_INLINE i8x64 lane_pieces(const BlockQ4_K& b, int i) { return q4_pieces(b, i); }
+DS4_INLINE i8x64 lane_pieces(const BlockQ5_K& b, int i) {
+  const __m256i h = quad_at(b.h + 8 * i), sixteen = _mm256_set1_epi8(16), bit = _mm256_set_epi64x(0x2020202020202020, 0x1010101010101010, 0x0202020202020202, 0x0101010101010101);
+  const __m256i bits[2] = {bit, _mm256_slli_epi16(bit, 2)};
+  const i8x64 high = {{_mm256_and_si256(sixteen, _mm256_cmpeq_epi8(_mm256_and_si256(h, bits[0]), bits[0])), _mm256_and_si256(sixteen, _mm256_cmpeq_epi8(_mm256_and_si256(h, bits[1]), bits[1]))}};
+  return add8(q4_pieces(b, i), high);
 }
 // TQ1_0: the powers of 3 for quad words 0 and 1, 2, 3 of the 8 blocks, in lanes.
 using QuadPowers = std::array<std::array<uint16_t, 32>, 3>;
@@ -2339,29 +2393,62 @@ DS4_INLINE i8x64 lane_pieces(const BlockTQ1_0& b, int i) {
   const uint16_t* power = kQuadPowers[i < 2 ? 0 : size_t(i) - 1].data();
   return {{digit3_half(_mm256_blend_epi32(q, c, 0xc0), load256(power)), digit3_half(last, load256(power + 16))}};
 }
+// 16 where bit i of each block's word h is set, for values 8k .. 8k + 7.
+DS4_INLINE i8x64 fifth_bits(__m256i h, int k) {
+  const __m256i first = _mm256_set_epi64x(0x0404040404040404, 0, 0x0404040404040404, 0), bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
+  DS4_EACH(i8x64, _mm256_and_si256(_mm256_set1_epi8(16), _mm256_cmpeq_epi8(bit, _mm256_and_si256(bit, _mm256_shuffle_epi8(h, _mm256_add_epi8(first, _mm256_set1_epi8(char(k + 8 * i))))))));
+}
 template <class Block>
-DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
+DS4_INLINE i8x64 nibble_pieces(const Block& b, int i) {
+  const auto blocks = [&](size_t k) __attribute__((always_inline)) { return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(nibbles_of(b, k))), load128(nibbles_of(b, k + 4)), 1); };
+  const auto quads = [&](size_t k) __attribute__((always_inline)) { return i % 2 == 0 ? _mm256_unpacklo_epi64(blocks(k), blocks(k + 1)) : _mm256_unpackhi_epi64(blocks(k), blocks(k + 1)); };
+  const i8x64 v = {{quads(0), quads(2)}};
+  return i < 2 ? and8(v, set1_8(15)) : shr8<4>(v, 15);
+}
+DS4_INLINE i8x64 lane_pieces(const BlockIQ4_XS& b, int i) { return lookup(kIq4Bytes.data(), nibble_pieces(b, i)); }
+template <class B>
+DS4_INLINE i8x64 lane_pieces(const Eight<B>& b, int i) {
+  i8x64 v = nibble_pieces(b, i);
+  if constexpr (std::is_same_v<B, BlockQ5_0>) {
+    v = add8(v, fifth_bits(fifth_words(b), i));
+  }
+  if constexpr (std::is_same_v<B, BlockMXFP4>) v = lookup(kFp4Bytes.data(), v);
+  if constexpr (std::is_same_v<B, BlockIQ4_NL>) v = lookup(kIq4Bytes.data(), v);
+  return v;
+}
+template <class Block, bool kOne>
+DS4_INLINE void load_lanes(const Block* a, const Block* b, LaneGroup<Block, kOne>& g) {
+  load_scales(a, b, g.scales);
+  g.block[0] = a, g.block[1] = b;
+  DS4_UNROLL
+  for (int i = 0; i < 4; i++)
+    if (kKept<Block, kOne>) g.kept[i][0] = lane_pieces(*a, i), g.kept[i][1] = lane_pieces(*b, i);
+}
+template <class Block, bool kOne>
+DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block, kOne>& g, const ActRow& x, size_t b) {
   LaneSum sum[2] = {no_sum(), no_sum()};
   const int8_t* q = one_base(x.qt + 32 * b);
   DS4_UNROLL
   for (int i = 0; i < 4; i++) {
-    const i8x64 w[2] = {lane_pieces(*g.block[0], i), lane_pieces(*g.block[1], i)};
-    sum[i / 2] = dot_lanes(sum[i / 2], w, q + 128 * i);
+    i8x64 w[2];
+    for (int k = 0; k < 2; k++) w[k] = kKept<Block, kOne> ? g.kept[i][k] : lane_pieces(*g.block[k], i);
+    sum[i / 2] = kIsIq4<Block> ? dot_signed_lanes(sum[i / 2], w, q + 128 * i) : dot_lanes(sum[i / 2], w, q + 128 * i);
   }
-  i32x16 lo, hi;
-  finish<std::is_same_v<Block, BlockQ2_K>, true>(sum[0], sum[1], &lo, &hi);
-  if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = add(lo, sar<7>(load_i32(x.c + b)));                 // -sum
+  i32x16 lo, hi = set1_i32(0);
+  if constexpr (kIsIq4<Block>) lo = add(fold_lanes(sum[0]), fold_lanes(sum[1]));
+  else finish<std::is_same_v<Block, BlockQ2_K>, true>(sum[0], sum[1], &lo, &hi);
+  if constexpr (kLaneOffset<Block> != 0) lo = add(lo, mul(sar<7>(load_i32(x.c + b)), set1_i32(kLaneOffset<Block>)));
   if constexpr (std::is_same_v<Block, BlockQ2_K>) lo = words(lo, hi);
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }
 #elif DS4_PASS == 3
-struct BlockMXFP4x8 { BlockMXFP4 b[8]; };      // as other types have them: 256 values
 // Weights: of grid types plus kBias, or kScaledBias; plus 12 of MXFP4; times 2^field_shifts of Q2_K and Q4_K.
 template <class Block>
-struct LaneGroup {
+struct LaneWeights {
   __m512i w[8];
   LaneScales scales;
 };
+template <class Block, bool> using LaneGroup = LaneWeights<Block>;
 
 // A grid has few levels, so an entry of eight values is two bytes of 2-bit codes and one of four values two bytes of 3-bit codes:
 // its tables lie in registers, or nearly. The byte of an entry stays where its number is, so a lane holds the entries of one
@@ -2479,12 +2566,12 @@ DS4_INLINE f32x16 iq2_xxs_values(__m512i ga, __m512i gb, __m512i* w) {
   return top_scale({aux}, 0.125f);
 }
 
-DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneGroup<BlockIQ2_XXS>& g) {
+DS4_INLINE void load_lanes(const BlockIQ2_XXS* a, const BlockIQ2_XXS* b, LaneWeights<BlockIQ2_XXS>& g) {
   g.scales.d = mul(d_pair(a, b), iq2_xxs_values(load512(a->g), load512(b->g), g.w));
 }
 // Of nibbles, lower first, both as 2s + 1 in words.
 DS4_INLINE i32x16 odd_words_of_nibbles(i32x16 v) { return or_(and_bits(or_(shl<1>(v), shl<13>(v)), 0x001e001e), set1_i32(0x00010001)); }
-DS4_INLINE void load_lanes(const BlockIQ2_XS* a, const BlockIQ2_XS* b, LaneGroup<BlockIQ2_XS>& g) {
+DS4_INLINE void load_lanes(const BlockIQ2_XS* a, const BlockIQ2_XS* b, LaneWeights<BlockIQ2_XS>& g) {
   const __m512i qa = load512(a->q), qb = load512(b->q), entry = even_bytes(qa, qb), high = odd_bytes(qa, qb);
   const __mmask64 bits[2] = {_mm512_movepi8_mask(entry), _mm512_test_epi8_mask(high, _mm512_set1_epi8(1))};
   const __m512i code[2] = {lookup_codes<512>(kCodes2xs.part[0], entry, bits), lookup_codes<512>(kCodes2xs.part[1], entry, bits)};
@@ -2492,7 +2579,7 @@ DS4_INLINE void load_lanes(const BlockIQ2_XS* a, const BlockIQ2_XS* b, LaneGroup
   g.scales.d = mul(d_pair(a, b), set1(0.125f));
   g.scales.e = odd_words_of_nibbles(load_u8(a->s, b->s));
 }
-DS4_INLINE void load_lanes(const BlockIQ2_S* a, const BlockIQ2_S* b, LaneGroup<BlockIQ2_S>& g) {
+DS4_INLINE void load_lanes(const BlockIQ2_S* a, const BlockIQ2_S* b, LaneWeights<BlockIQ2_S>& g) {
   const __m512i entry = load8(a->q, b->q).v;
   const uint64_t ha = load_le<uint64_t>(a->h), hb = load_le<uint64_t>(b->h), m = 0x5555555555555555;
   const __mmask64 bits[3] = {_mm512_movepi8_mask(entry), _pext_u64(ha, m) | _pext_u64(hb, m) << 32, _pext_u64(ha, ~m) | _pext_u64(hb, ~m) << 32};
@@ -2501,7 +2588,7 @@ DS4_INLINE void load_lanes(const BlockIQ2_S* a, const BlockIQ2_S* b, LaneGroup<B
   g.scales.d = mul(d_pair(a, b), set1(0.125f));
   g.scales.e = odd_words_of_nibbles(load_u8(a->s, b->s));
 }
-DS4_INLINE void load_lanes(const BlockIQ3_XXS* a, const BlockIQ3_XXS* b, LaneGroup<BlockIQ3_XXS>& g) {
+DS4_INLINE void load_lanes(const BlockIQ3_XXS* a, const BlockIQ3_XXS* b, LaneWeights<BlockIQ3_XXS>& g) {
   const __m512i qa = load512(a->q), qb = load512(b->q), aux = load8(a->a, b->a).v, signs = sevens(aux);
   DS4_UNROLL
   for (int h = 0; h < 2; h++) {
@@ -2512,7 +2599,7 @@ DS4_INLINE void load_lanes(const BlockIQ3_XXS* a, const BlockIQ3_XXS* b, LaneGro
   }
   g.scales.d = mul(d_pair(a, b), top_scale({aux}, 0.25f));
 }
-DS4_INLINE void load_lanes(const BlockIQ3_S* a, const BlockIQ3_S* b, LaneGroup<BlockIQ3_S>& g) {
+DS4_INLINE void load_lanes(const BlockIQ3_S* a, const BlockIQ3_S* b, LaneWeights<BlockIQ3_S>& g) {
   const __m512i qa = load512(a->q), qb = load512(b->q), signs = load8(a->sg, b->sg).v;
   const uint64_t ha = load_le<uint64_t>(a->h), hb = load_le<uint64_t>(b->h);
   DS4_UNROLL
@@ -2533,7 +2620,7 @@ DS4_INLINE __m512i field_shifts() {
   return _mm512_broadcast_i32x4(std::is_same_v<Block, BlockQ2_K> ? _mm_setr_epi32(0, 2, 4, 6) : _mm_setr_epi32(0, 4, 0, 4));
 }
 
-DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneGroup<BlockQ2_K>& g) {
+DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneWeights<BlockQ2_K>& g) {
   const __m512i qa = load512(a->q), qb = load512(b->q), fields = _mm512_sllv_epi32(_mm512_set1_epi8(3), field_shifts<BlockQ2_K>());
   const __m512i half[2] = {_mm512_shuffle_i32x4(qa, qb, 0x88), _mm512_shuffle_i32x4(qa, qb, 0xdd)};        // words 0-3, 4-7 of four 32-byte parts
   DS4_UNROLL
@@ -2546,7 +2633,7 @@ DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneGroup<Blo
   load_scales(a, b, g.scales);
 }
 
-DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneGroup<BlockQ4_K>& g) {
+DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneWeights<BlockQ4_K>& g) {
   const __m512i a0 = load512(a->q), a1 = load512(a->q + 64), b0 = load512(b->q), b1 = load512(b->q + 64), fields = _mm512_sllv_epi32(_mm512_set1_epi8(15), field_shifts<BlockQ4_K>());
   const __m512i first = _mm512_setr_epi32(0, 0, 8, 8, 16, 16, 24, 24, 0, 0, 8, 8, 16, 16, 24, 24);
   DS4_UNROLL
@@ -2573,38 +2660,72 @@ constexpr WordTables make_word_tables() {
   return t;
 }
 alignas(64) constexpr WordTables kWordTables = make_word_tables();
-DS4_INLINE void load_lanes(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneGroup<BlockTQ1_0>& g) {
+DS4_INLINE void load_lanes(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneWeights<BlockTQ1_0>& g) {
   const __m512i qa = _mm512_maskz_loadu_epi32(0x1fff, a->q), qb = _mm512_maskz_loadu_epi32(0x1fff, b->q);   // q and h
   DS4_UNROLL
   for (int w = 0; w < 8; w++) g.w[w] = digit3({_mm512_permutex2var_epi32(qa, load512(kWordTables.word[w]), qb)}, kWordTables.power[w < 4 ? 0 : w - 3]).v;
   load_scales(a, b, g.scales);
 }
 
-DS4_INLINE void load_lanes(const BlockMXFP4x8* a, const BlockMXFP4x8* b, LaneGroup<BlockMXFP4x8>& g) {
-  const __m512i values = _mm512_broadcast_i32x4(load128(kFp4Bytes.data())), nibble = _mm512_set1_epi8(15);
-  alignas(16) uint8_t e[16];
-  __m512i q[4], half[4], word[4];
-  for (size_t k = 0; k < 8; k++) e[k] = a->b[k].e, e[8 + k] = b->b[k].e;
+DS4_INLINE void load_lanes(const BlockQ5_K* a, const BlockQ5_K* b, LaneWeights<BlockQ5_K>& g) {
+  const __m512i a0 = load512(a->q), a1 = load512(a->q + 64), b0 = load512(b->q), b1 = load512(b->q + 64), h = load8(a->h, b->h).v;
+  const __m512i first = _mm512_setr_epi32(0, 0, 8, 8, 16, 16, 24, 24, 0, 0, 8, 8, 16, 16, 24, 24), part = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8);
+  const __m512i bit = _mm512_sllv_epi32(_mm512_set1_epi8(1), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7)), nibble = _mm512_set1_epi8(15);
   DS4_UNROLL
-  for (int k = 0; k < 4; k++) {                                        // blocks k, 4 + k of a, of b
-    q[k] = _mm512_inserti32x4(_mm512_castsi128_si512(load128(a->b[k].q)), load128(a->b[4 + k].q), 1);
-    q[k] = _mm512_inserti32x4(_mm512_inserti32x4(q[k], load128(b->b[k].q), 2), load128(b->b[4 + k].q), 3);
+  for (int w = 0; w < 8; w++) {
+    const __m512i at = _mm512_add_epi32(first, _mm512_set1_epi32(w));
+    const __m512i q = _mm512_mask_blend_epi32(0xff00, _mm512_permutex2var_epi32(a0, at, a1), _mm512_permutex2var_epi32(b0, at, b1));
+    const __mmask64 fifth = _mm512_test_epi8_mask(_mm512_permutexvar_epi32(_mm512_add_epi32(part, _mm512_set1_epi32(w)), h), bit);
+    g.w[w] = _mm512_and_si512(_mm512_srlv_epi32(q, field_shifts<BlockQ4_K>()), nibble);
+    g.w[w] = _mm512_mask_add_epi8(g.w[w], fifth, g.w[w], _mm512_set1_epi8(16));
+  }
+  load_scales(a, b, g.scales);
+}
+// w[k], w[4 + k] = the low, high nibbles of word k of all blocks.
+template <class Block>
+DS4_INLINE void load_nibbles(const Block* a, const Block* b, __m512i* w) {
+  __m512i q[4], half[4], word[4];
+  DS4_UNROLL
+  for (size_t k = 0; k < 4; k++) {                                     // blocks k, 4 + k of a, of b
+    q[k] = _mm512_inserti32x4(_mm512_castsi128_si512(load128(nibbles_of(*a, k))), load128(nibbles_of(*a, 4 + k)), 1);
+    q[k] = _mm512_inserti32x4(_mm512_inserti32x4(q[k], load128(nibbles_of(*b, k)), 2), load128(nibbles_of(*b, 4 + k)), 3);
   }
   DS4_UNROLL
   for (int k = 0; k < 2; k++) half[k] = _mm512_unpacklo_epi32(q[2 * k], q[2 * k + 1]), half[2 + k] = _mm512_unpackhi_epi32(q[2 * k], q[2 * k + 1]);
   DS4_UNROLL
   for (int k = 0; k < 2; k++) word[2 * k] = _mm512_unpacklo_epi64(half[2 * k], half[2 * k + 1]), word[2 * k + 1] = _mm512_unpackhi_epi64(half[2 * k], half[2 * k + 1]);
   DS4_UNROLL
-  for (int k = 0; k < 4; k++) {
-    g.w[k] = _mm512_shuffle_epi8(values, _mm512_and_si512(word[k], nibble));
-    g.w[4 + k] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(word[k], 4), nibble));
+  for (int k = 0; k < 4; k++) w[k] = _mm512_and_si512(word[k], _mm512_set1_epi8(15)), w[4 + k] = _mm512_and_si512(_mm512_srli_epi16(word[k], 4), _mm512_set1_epi8(15));
+}
+DS4_INLINE void look_up(const std::array<int8_t, 16>& values, __m512i* w) {
+  DS4_UNROLL
+  for (int k = 0; k < 8; k++) w[k] = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(values.data())), w[k]);
+}
+DS4_INLINE void load_lanes(const BlockIQ4_XS* a, const BlockIQ4_XS* b, LaneWeights<BlockIQ4_XS>& g) {
+  load_nibbles(a, b, g.w);
+  look_up(kIq4Bytes, g.w);
+  load_scales(a, b, g.scales);
+}
+template <class B>
+DS4_INLINE void load_lanes(const Eight<B>* a, const Eight<B>* b, LaneWeights<Eight<B>>& g) {
+  load_nibbles(a, b, g.w);
+  if constexpr (std::is_same_v<B, BlockMXFP4>) look_up(kFp4Bytes, g.w);
+  if constexpr (std::is_same_v<B, BlockIQ4_NL>) look_up(kIq4Bytes, g.w);
+  if constexpr (std::is_same_v<B, BlockQ5_0>) {
+    const __m512i h = _mm512_inserti64x4(_mm512_castsi256_si512(fifth_words(*a)), fifth_words(*b), 1);
+    DS4_UNROLL
+    for (int k = 0; k < 8; k++) {                                      // byte k / 2 of a lane has the bits of words k and k ^ 1
+      const __m512i from = _mm512_add_epi8(_mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)), _mm512_set1_epi8(char(k / 2)));
+      const __mmask64 fifth = _mm512_test_epi8_mask(_mm512_shuffle_epi8(h, from), _mm512_set1_epi32(k % 2 == 0 ? 0x08040201 : int(0x80402010)));
+      g.w[k] = _mm512_mask_add_epi8(g.w[k], fifth, g.w[k], _mm512_set1_epi8(16));
+    }
   }
-  g.scales.d = fp4_scales(e);
+  load_scales(a, b, g.scales);
 }
 
 // acc + the 16 blocks from b on times the activations.
 template <class Block>
-DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow& x, size_t b) {
+DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneWeights<Block>& g, const ActRow& x, size_t b) {
   using T = GridType<Block>;
   const int8_t* q = (T::kGrid ? x.qet : x.qt) + 32 * b;
   __m512i lo = _mm512_setzero_si512(), hi = lo;
@@ -2617,9 +2738,9 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block>& g, const ActRow&
     for (int t = 4; t < 8; t++) hi = _mm512_dpwssd_epi32(hi, _mm512_maddubs_epi16(g.w[t], load512(q + 64 * t)), g.scales.e.v);
     return fma(to_f32(i32x16{_mm512_add_epi32(lo, hi)}), mul(g.scales.d, load(x.d + b)), acc);               // below 2^24: exact
   }
-  if constexpr (T::kGrid) lo = load512(x.c + b);                                                            // -kBias * sum
-  if constexpr (std::is_same_v<Block, BlockTQ1_0>) lo = _mm512_srai_epi32(load512(x.c + b), 7);            // -sum
-  if constexpr (std::is_same_v<Block, BlockMXFP4x8>) lo = _mm512_mullo_epi32(_mm512_srai_epi32(load512(x.c + b), 7), _mm512_set1_epi32(12));
+  if constexpr (T::kGrid) lo = load512(x.c + b);                                                            // -kBias * sum; others: -offset * sum
+  if constexpr (kLaneOffset<Block> == kBias) lo = load512(x.c + b);
+  else if constexpr (kLaneOffset<Block> != 0) lo = _mm512_mullo_epi32(_mm512_srai_epi32(load512(x.c + b), 7), _mm512_set1_epi32(kLaneOffset<Block>));
   DS4_UNROLL
   for (int t = 0; t < 4; t++) lo = _mm512_dpbusd_epi32(lo, g.w[t], load512(q + 64 * t));
   DS4_UNROLL
@@ -2643,15 +2764,15 @@ static void matmul_rows_lanes(const Matrix& w, size_t r0, size_t r1, const void*
   const size_t n_blocks = w.cols / 256;
   const auto add_whole = [&](const uint8_t* row, size_t i, f32x16* acc) __attribute__((always_inline)) {
     const Block* a = reinterpret_cast<const Block*>(row) + 2 * i;
-    LaneGroup<Block> g;
+    LaneGroup<Block, kOne> g;
     load_lanes(a, a + 1, g);
-    for (size_t t = 0; t < n; t++) acc[t] = add_lanes<Block>(acc[t], g, act_row(x[t], w.cols), 16 * i);
+    for (size_t t = 0; t < n; t++) acc[t] = add_lanes(acc[t], g, act_row(x[t], w.cols), 16 * i);
   };
   const auto add_last = [&](const uint8_t* row, size_t i, f32x16* acc) {
     const Block* a = reinterpret_cast<const Block*>(row) + 2 * i;
-    LaneGroup<Block> g;
+    LaneGroup<Block, kOne> g;
     load_lanes(a, a, g);
-    for (size_t t = 0; t < n; t++) acc[t] = first_of(add_lanes<Block>(acc[t], g, act_row(x[t], w.cols), 16 * i), 8, acc[t]);
+    for (size_t t = 0; t < n; t++) acc[t] = first_of(add_lanes(acc[t], g, act_row(x[t], w.cols), 16 * i), 8, acc[t]);
   };
   for_rows<kOne>(w, r0, r1, n_blocks / 2, n_blocks % 2 != 0, 2 * sizeof(Block), n, out, add_whole, add_last);
 }
@@ -2915,12 +3036,22 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
     using Block = decltype(block);
     (n == 1 ? matmul_rows_grid<Block, true> : matmul_rows_grid<Block, false>)(w, r0, r1, x, out, n);
   };
+  if (w.cols % 256 == 0) {
+    switch (w.type) {
+      case Type::Q4_0: return lanes(Eight<BlockQ4_0>{});
+      case Type::Q4_1: return lanes(Eight<BlockQ4_1>{});
+      case Type::Q5_0: return lanes(Eight<BlockQ5_0>{});
+      case Type::MXFP4: return lanes(Eight<BlockMXFP4>{});
+      case Type::IQ4_NL: return lanes(Eight<BlockIQ4_NL>{});
+      default: break;
+    }
+  }
   switch (w.type) {
     case Type::Q2_K: return lanes(BlockQ2_K{});
     case Type::Q4_K: return lanes(BlockQ4_K{});
-    case Type::TQ1_0:
-      if (DS4_PASS == 2 && n > 3) break;                             // would be decoded for each token
-      return lanes(BlockTQ1_0{});
+    case Type::Q5_K: return lanes(BlockQ5_K{});
+    case Type::IQ4_XS: return lanes(BlockIQ4_XS{});
+    case Type::TQ1_0: return lanes(BlockTQ1_0{});
     case Type::IQ1_S: return grid(BlockIQ1_S{});
     case Type::IQ1_M: return grid(BlockIQ1_M{});
 #if DS4_PASS == 3
@@ -2929,9 +3060,6 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
     case Type::IQ2_S: return lanes(BlockIQ2_S{});
     case Type::IQ3_XXS: return lanes(BlockIQ3_XXS{});
     case Type::IQ3_S: return lanes(BlockIQ3_S{});
-    case Type::MXFP4:
-      if (w.cols % 256 != 0) break;
-      return lanes(BlockMXFP4x8{});
 #else
     case Type::IQ2_XXS: return grid(BlockIQ2_XXS{});
     case Type::IQ2_XS: return grid(BlockIQ2_XS{});

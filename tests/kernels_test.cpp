@@ -252,7 +252,7 @@ void expect_same_products(const Kernels& k, const TestMatrix& w, size_t n_tokens
 TEST_P(KernelsTest, ProductsAsScalar) {
   for (Type t : kQuantTypes) {
     const uint32_t block = type_info(t).block_elems;
-    for (auto [cols, rows, tokens] : {std::array<uint32_t, 3>{block, 5, 6}, {block * 3, 17, 40}, {std::max(block, 128u) * 5, 35, 18}, {block * 11, 5, 9}, {8192, 9, 5}}) {
+    for (auto [cols, rows, tokens] : {std::array<uint32_t, 3>{block, 5, 6}, {block * 3, 17, 40}, {std::max(block, 128u) * 5, 35, 18}, {block * 11, 5, 9}, {768, 9, 4}, {8192, 9, 5}}) {
       TestMatrix w(t, rows, cols);
       fill_random(w, cols + rows);
       expect_same_products(*isa(), w, tokens, false);

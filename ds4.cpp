@@ -23,7 +23,7 @@
 //   15  FORWARD     embed, layers, head: tokens in, logits out                                 14
 //   16  SAMPLER     penalties, temperature, top-k, top-p, min-p, draw                          2 5 6
 //   17  SESSION     prefix reuse, token loop, stop rules, statistics                           11 12 15 16
-//   18  TERMINAL    line editor, colour, progress, Ctrl-C                                      1 12
+//   18  TERMINAL    line editor, colour, progress, Ctrl-C                                      1 7 12
 //   19  CLI         option table, chat, scripts, inspection, benchmarks                        17 18
 //   20  MAIN        run, report the error, exit code                                           19
 //
@@ -9425,7 +9425,7 @@ class Session {
 }  // namespace ds4
 
 // =============================================================================
-// 18. TERMINAL — colour policy, output, progress, Ctrl-C, line editor.   uses: 1 12
+// 18. TERMINAL — colour policy, output, progress, Ctrl-C, line editor.   uses: 1 7 12
 // =============================================================================
 // No escape byte ever reaches a stream that is not a terminal. Everything here degrades to plain
 // lines when stdin or stdout is redirected or TERM is "dumb".
@@ -9473,7 +9473,7 @@ static void write_all(int fd, std::string_view s, const char* what) {
     else if (errno != EINTR) fail("%s: %s", what, std::strerror(errno));
   }
 }
-// Writes to stdout; nothing else does, but for TypingMode.
+// Writes to stdout; nothing else does, but for TypingMode and restore_terminal.
 static void write_out(std::string_view s) { write_all(STDOUT_FILENO, s, "standard output"); }
 
 static void tell_list(const char* fmt, va_list args) { std::fprintf(stderr, "%s\n", terminal_safe(vformat(fmt, args)).c_str()); }

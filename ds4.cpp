@@ -654,7 +654,7 @@ struct ActRow {
   float *md, *md_lo, *md_hi;         // [n_pad / 32] -d * (sum of q over the 32, its first 16, its last 16)
   int32_t *c, *c_lo, *c_hi;          // [n_pad / 32] -128 * (the same sums)
   // qt: q, of 16 blocks side by side: bytes 4t .. 4t + 3 of block l at 64t + 4l; AVX2 bytes 8t .. 8t + 7 at 128t + 8 * lane_of(l).
-  // For IQ2_XXS on AVX-512: byte 4t + i of a block of qe is byte 8i + t of its q; qet is to qe as qt is to q.
+  // IQ2, IQ3 on AVX-512: byte 4t + i of a block of qe is byte 8i + t of its q; qet is to qe as qt is to q.
   int8_t *qt, *qe, *qet;             // [n_pad] written only where they are read
 };
 static inline size_t act_bytes(size_t n) { return size_t(align_up(n, 512)) / 32 * (4 * 32 + 7 * 4); }
@@ -844,7 +844,7 @@ DS4_INLINE i32x16 odd_words(__m512i a, __m512i b) {
 DS4_INLINE i32x16 odd_words(const void* p, const void* q) { return odd_words(load512(p), load512(q)); }
 DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {_mm512_inserti64x4(_mm512_castsi256_si512(load256(p)), load256(q), 1)}; }
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(load64(p), load64(q)))}; }
-// Bytes as words, two in a lane; those of w times those of e, summed in each lane.
+// AVX-512 and AVX2 only: bytes as words, two in a lane; those of w times those of e, summed in each lane.
 DS4_INLINE i32x16 load_u8_words(const void* p, const void* q) { return {_mm512_cvtepu8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1))}; }
 DS4_INLINE i32x16 dot_words(i32x16 w, i32x16 e) { return {_mm512_madd_epi16(w.v, e.v)}; }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {_mm512_cvtepi16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(q), 1))}; }
@@ -1025,6 +1025,7 @@ DS4_INLINE i32x16 load_i32(const void* p, const void* q) { return {{load256(p), 
 DS4_INLINE i32x16 load_i32(const void* p) { return load_i32(p, static_cast<const uint8_t*>(p) + 32); }
 DS4_INLINE i32x16 load_u8(const void* p, const void* q) { return {{_mm256_cvtepu8_epi32(load64(p)), _mm256_cvtepu8_epi32(load64(q))}}; }
 DS4_INLINE i32x16 load_u8_words(const void* p, const void* q) { return {{_mm256_cvtepu8_epi16(load128(p)), _mm256_cvtepu8_epi16(load128(q))}}; }
+// Two words in each lane: those of lo, then those of hi.
 DS4_INLINE i32x16 words(i32x16 lo, i32x16 hi) { DS4_EACH(i32x16, _mm256_blend_epi16(lo.v[i], _mm256_slli_epi32(hi.v[i], 16), 0xaa)); }
 DS4_INLINE i32x16 dot_words(i32x16 w, i32x16 e) { DS4_EACH(i32x16, _mm256_madd_epi16(w.v[i], e.v[i])); }
 DS4_INLINE i32x16 load_i16(const void* p, const void* q) { return {{_mm256_cvtepi16_epi32(load128(p)), _mm256_cvtepi16_epi32(load128(q))}}; }
@@ -1532,7 +1533,8 @@ DS4_INLINE f32x16 halves(const uint16_t* p, size_t stride, size_t n) {
 template <class B> DS4_INLINE f32x16 d_lanes(const B* b, size_t n) { return halves(&b->d, sizeof(B), n); }
 
 // Of the 16 blocks of two 256-blocks a and b (twice the same where there is one), as far as the type has them. e0, e1: scales of
-// their halves, for Q2_K e: both as signed words; m0, m1: minimums, of their halves or m0 of the whole block.
+// their halves, or e: both as signed words (Q2_K, on AVX-512 IQ2_XS and IQ2_S); m0, m1: minimums, of their halves or m0 of the
+// whole block.
 struct LaneScales { f32x16 d, e0, e1, m0, m1; i32x16 e; };
 #if DS4_PASS == 3
 // These kernels are short of the ports that shuffle and convert. Halves converted from memory need no shuffle, a table makes
@@ -2059,8 +2061,8 @@ static size_t row_tokens(Type type) {
 }
 
 // Asks for what kN places, `gap` bytes apart, are going to read: into L2, whose many open requests keep the memory busy, then
-// into L1; each line once, the places in turn, so that none waits for another. Behind a place's end lies the next place, which
-// has been read. Asked for instead is where the places of the next call begin, if it takes as many rows right behind these:
+// into L1; each line once, the places in turn, so that none waits for another; nothing where g_one_stream. Behind a place's end
+// lies the next place, which has been read. Asked for instead is where the places of the next call begin, if it takes as many rows right behind these:
 // LAYER cuts equal chunks, THREADS gives a thread neighbouring ones. Q8_0, 256 kB of rows a call, times as long as plain
 // reading: 1.02; into L1 only 1.08; 512 bytes less or more ahead 1.04; a kB less 1.04, that without regard to the next call 1.09.
 template <int kN>
@@ -2090,9 +2092,8 @@ class Ahead {
 };
 
 // Rows r0 to r1 of w times n tokens; add(row, i, acc) adds group i of a row to acc[token], n_groups whole ones, and add_last a
-// shorter one behind them, if there is one. One token reads four places at
-// once, a quarter of the rows each, which keeps more requests open: two places take 9 % longer, eight 1 % less; neighbouring
-// rows as places gain nothing.
+// shorter one behind them, if there is one. One token reads four places at once, unless g_one_stream, a quarter of the rows
+// each, which keeps more requests open: two places take 9 % longer, eight 1 % less; neighbouring rows as places gain nothing.
 constexpr int kPlaces = 4;
 template <bool kMayBeOne, class Add, class AddLast>
 DS4_INLINE void for_rows(const Matrix& w, size_t r0, size_t r1, size_t n_groups, bool has_last, size_t group_bytes, size_t n, float* const* out, const Add& add,
@@ -2170,7 +2171,7 @@ static void matmul_rows_q8_0(const Matrix& w, size_t r0, size_t r1, const void* 
 
 #if DS4_PASS >= 2
 // -- few tokens, AVX2 and AVX-512: the 16 blocks of two 256-blocks side by side, straight from the file ----
-// Word t of lane l is values 4t .. 4t + 3 of block l (IQ2_XXS on AVX-512: t, 8 + t, 16 + t, 24 + t), on AVX2 quad word t values
+// Word t of lane l is values 4t .. 4t + 3 of block l (IQ2, IQ3 on AVX-512: t, 8 + t, 16 + t, 24 + t), on AVX2 quad word t values
 // 8t .. 8t + 7 of the block of that lane: products need no sum across lanes, or one of neighbours at the end. The numbers are
 // those of the Group form, so the results are too.
 
@@ -2442,7 +2443,7 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block, kOne>& g, const A
   return add_sums<Block>(acc, lo, hi, g.scales, x, b);
 }
 #elif DS4_PASS == 3
-// Weights: of grid types plus kBias, or kScaledBias; plus 12 of MXFP4; times 2^field_shifts of Q2_K and Q4_K.
+// Weights plus kLaneOffset, of grid types plus kBias or kScaledBias; of Q2_K and Q4_K times 2^field_shifts.
 template <class Block>
 struct LaneWeights {
   __m512i w[8];
@@ -2738,8 +2739,7 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneWeights<Block>& g, const ActRo
     for (int t = 4; t < 8; t++) hi = _mm512_dpwssd_epi32(hi, _mm512_maddubs_epi16(g.w[t], load512(q + 64 * t)), g.scales.e.v);
     return fma(to_f32(i32x16{_mm512_add_epi32(lo, hi)}), mul(g.scales.d, load(x.d + b)), acc);               // below 2^24: exact
   }
-  if constexpr (T::kGrid) lo = load512(x.c + b);                                                            // -kBias * sum; others: -offset * sum
-  if constexpr (kLaneOffset<Block> == kBias) lo = load512(x.c + b);
+  if constexpr (T::kGrid || kLaneOffset<Block> == kBias) lo = load512(x.c + b);                             // -kBias * sum
   else if constexpr (kLaneOffset<Block> != 0) lo = _mm512_mullo_epi32(_mm512_srai_epi32(load512(x.c + b), 7), _mm512_set1_epi32(kLaneOffset<Block>));
   DS4_UNROLL
   for (int t = 0; t < 4; t++) lo = _mm512_dpbusd_epi32(lo, g.w[t], load512(q + 64 * t));

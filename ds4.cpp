@@ -2455,23 +2455,21 @@ template <class Block, bool> using LaneGroup = LaneWeights<Block>;
 // its tables lie in registers, or nearly. The byte of an entry stays where its number is, so a lane holds the entries of one
 // group of 32 (of four values: the even ones, then the odd ones), and activations lie that way too (qet).
 template <size_t kN> struct CodeTables { uint8_t part[2][kN]; };
-using Levels = std::array<int, 8>;
 template <class T, size_t kN>
-constexpr CodeTables<kN> make_codes(const std::array<T, kN>& grid, int offset, const Levels& levels) {
+constexpr CodeTables<kN> make_codes(const std::array<T, kN>& grid, const uint8_t* levels) {
   constexpr size_t kBits = sizeof(T) == 8 ? 2 : 3, kPart = sizeof(T) / 2;
   CodeTables<kN> t{};
   for (size_t e = 0; e < kN; e++)
     for (size_t k = 0; k < sizeof(T); k++) {
       size_t code = 0;
-      while (levels[code] != int(grid[e] >> 8 * k & 255) - offset) code++;
+      while (levels[code] != (grid[e] >> 8 * k & 255)) code++;
       t.part[k / kPart][e] = uint8_t(t.part[k / kPart][e] | code << kBits * (k % kPart));
     }
   return t;
 }
-constexpr Levels kLevels2 = {8, 25, 43}, kLevels3xxs = {4, 12, 20, 28, 36, 44, 52, 62}, kLevels3s = {1, 3, 5, 7, 9, 11, 13, 15};
-alignas(64) constexpr CodeTables<256> kCodes2xxs = make_codes(kGrid2xxs, 64, kLevels2), kCodes3xxs = make_codes(kGrid3xxs, 64, kLevels3xxs);
-alignas(64) constexpr CodeTables<512> kCodes2xs = make_codes(kGrid2xs, 64, kLevels2), kCodes3s = make_codes(kGrid3s, 16, kLevels3s);
-alignas(64) constexpr CodeTables<1024> kCodes2s = make_codes(kGrid2s, 64, kLevels2);
+alignas(64) constexpr CodeTables<256> kCodes2xxs = make_codes(kGrid2xxs, kLevels2), kCodes3xxs = make_codes(kGrid3xxs, kLevels3xxs);
+alignas(64) constexpr CodeTables<512> kCodes2xs = make_codes(kGrid2xs, kLevels2), kCodes3s = make_codes(kGrid3s, kLevels3s);
+alignas(64) constexpr CodeTables<1024> kCodes2s = make_codes(kGrid2s, kLevels2);
 
 // Bytes of a table for 64 numbers: their lowest bytes, and masks of their bits from 7 on.
 template <size_t kN>
@@ -2488,16 +2486,17 @@ constexpr ValueTable make_values2(int bias) {
   ValueTable t{};
   for (int i = 0; i < 64; i++)
     for (int k = 0; k < 4; k++) {
-      const int v = kLevels2[size_t(i >> (k < 2 ? 2 * k : 2 * k - 2) & 3)], sign = i >> (k < 2 ? 4 + k : k - 2) & 1;
+      const int code = i >> (k < 2 ? 2 * k : 2 * k - 2) & 3, sign = i >> (k < 2 ? 4 + k : k - 2) & 1;
+      const int v = code < 3 ? kLevels2[code] - GridType<BlockIQ2_XXS>::kOffset : 0;
       t.value[k][i] = uint8_t(bias + (sign ? -v : v));
     }
   return t;
 }
-constexpr ValueTable make_values3(const Levels& levels) {
+constexpr ValueTable make_values3(const uint8_t* levels, int offset) {
   ValueTable t{};
   for (int i = 0; i < 64; i++)
     for (int k = 0; k < 4; k++) {
-      const int v = levels[size_t(k % 2 == 0 ? i & 7 : i >> 3)], sign = i >> (k % 2 == 0 ? 3 + k / 2 : k / 2) & 1;
+      const int v = levels[k % 2 == 0 ? i & 7 : i >> 3] - offset, sign = i >> (k % 2 == 0 ? 3 + k / 2 : k / 2) & 1;
       t.value[k][i] = uint8_t(kBias + (sign ? -v : v));
     }
   return t;
@@ -2505,7 +2504,8 @@ constexpr ValueTable make_values3(const Levels& levels) {
 // With two scales for 32 values sums of two products must fit into 16 bits.
 constexpr int kScaledBias = 64;
 alignas(64) constexpr ValueTable kValues2 = make_values2(kBias), kValues2Scaled = make_values2(kScaledBias);
-alignas(64) constexpr ValueTable kValues3xxs = make_values3(kLevels3xxs), kValues3s = make_values3(kLevels3s);
+alignas(64) constexpr ValueTable kValues3xxs = make_values3(kLevels3xxs, GridType<BlockIQ3_XXS>::kOffset);
+alignas(64) constexpr ValueTable kValues3s = make_values3(kLevels3s, GridType<BlockIQ3_S>::kOffset);
 
 // w[t] = value t of 64 entries of eight; signs of values 2, 3, 6, 7, 0, 1, 4, 5 from bit 0 on.
 DS4_INLINE void values2(const ValueTable& t, const __m512i* code, __m512i signs, __m512i* w) {

@@ -765,7 +765,8 @@ namespace {
 DS4_INLINE __m128i load64(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 DS4_INLINE __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 DS4_INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-DS4_INLINE __m128i halves8(const uint8_t* p, size_t stride) {
+DS4_INLINE __m128i halves8(const void* from, size_t stride) {
+  const uint8_t* p = static_cast<const uint8_t*>(from);
   return _mm_setr_epi16(load_le<int16_t>(p), load_le<int16_t>(p + stride), load_le<int16_t>(p + 2 * stride), load_le<int16_t>(p + 3 * stride),
                         load_le<int16_t>(p + 4 * stride), load_le<int16_t>(p + 5 * stride), load_le<int16_t>(p + 6 * stride), load_le<int16_t>(p + 7 * stride));
 }
@@ -810,12 +811,11 @@ DS4_INLINE f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 DS4_INLINE f32x16 in_register(f32x16 a) { asm("" : "+v"(a.v)); return a; }   // GCC would load it again at every use
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(load256(p))}; }
-DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) {      // sixteen halves, stride bytes apart
-  return {_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(halves8(p, stride)), halves8(p + 8 * stride, stride), 1))};
+// Sixteen halves, stride bytes apart: eight from p and eight from q (AVX-512 and AVX2 only), or all from p.
+DS4_INLINE f32x16 load_f16(const void* p, const void* q, size_t stride) {
+  return {_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(halves8(p, stride)), halves8(q, stride), 1))};
 }
-DS4_INLINE f32x16 load_f16(const void* p, const void* q, size_t stride) {        // eight from each, AVX-512 and AVX2 only
-  return {_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(halves8(static_cast<const uint8_t*>(p), stride)), halves8(static_cast<const uint8_t*>(q), stride), 1))};
-}
+DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { return load_f16(p, p + 8 * stride, stride); }
 DS4_INLINE f32x16 load_bf16(const uint16_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load256(p)), 16))}; }
 DS4_INLINE void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
 DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
@@ -987,8 +987,8 @@ DS4_INLINE f32x16 in_register(f32x16 a) { return a; }
 DS4_INLINE f32x16 load(const float* p) { DS4_EACH(f32x16, _mm256_loadu_ps(p + 8 * i)); }
 DS4_INLINE f32x16 load_partial(const float* p, size_t n) { DS4_EACH(f32x16, _mm256_maskload_ps(p + 8 * i, first_lanes(n, 8 * i))); }
 DS4_INLINE f32x16 load_f16(const uint16_t* p) { DS4_EACH(f32x16, _mm256_cvtph_ps(load128(p + 8 * i))); }
-DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { DS4_EACH(f32x16, _mm256_cvtph_ps(halves8(p + 8 * size_t(i) * stride, stride))); }
-DS4_INLINE f32x16 load_f16(const void* p, const void* q, size_t stride) { return {{_mm256_cvtph_ps(halves8(static_cast<const uint8_t*>(p), stride)), _mm256_cvtph_ps(halves8(static_cast<const uint8_t*>(q), stride))}}; }
+DS4_INLINE f32x16 load_f16(const void* p, const void* q, size_t stride) { return {{_mm256_cvtph_ps(halves8(p, stride)), _mm256_cvtph_ps(halves8(q, stride))}}; }
+DS4_INLINE f32x16 load_f16(const uint8_t* p, size_t stride) { return load_f16(p, p + 8 * stride, stride); }
 DS4_INLINE f32x16 load_bf16(const uint16_t* p) { DS4_EACH(f32x16, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p + 8 * i)), 16))); }
 DS4_INLINE void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.v[0]); _mm256_storeu_ps(p + 8, a.v[1]); }
 DS4_INLINE void store_partial(float* p, size_t n, f32x16 a) {
@@ -1151,12 +1151,17 @@ DS4_INLINE void pieces(i8x64 a0145, i8x64 a2367, i8x64* w) { w[0] = {{a0145.v[0]
 DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const int8_t* x) {
   DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], load256(x + 32 * i))));
 }
+// Byte `byte` of words 0, 1, 4 and 5 in each byte of their blocks' lanes; byte + 8: that of words 2, 3, 6 and 7.
+DS4_INLINE __m256i byte_in_lanes(__m256i words, int byte) {
+  const __m256i first = _mm256_set_epi64x(0x0404040404040404, 0, 0x0404040404040404, 0);
+  return _mm256_shuffle_epi8(words, _mm256_add_epi8(first, _mm256_set1_epi8(char(byte))));
+}
 // A byte of each block's word of signs: for eight values what is negative, or not; then acc + +-w . x.
 struct LaneSigns { __m256i v[4]; };
 DS4_INLINE LaneSigns lane_signs(i8x64 signs, int byte) {
-  const __m256i first = _mm256_set_epi64x(0x0404040404040404, 0, 0x0404040404040404, 0), bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
+  const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
   const __m256i positive = _mm256_set1_epi64x(0x01406070787c7e7f);                    // negative once the byte's bit is added, never 0
-  DS4_EACH(LaneSigns, _mm256_add_epi8(positive, _mm256_and_si256(bit, _mm256_shuffle_epi8(signs.v[i / 2], _mm256_add_epi8(first, _mm256_set1_epi8(char(byte + i % 2 * 8)))))));
+  DS4_EACH(LaneSigns, _mm256_add_epi8(positive, _mm256_and_si256(bit, byte_in_lanes(signs.v[i / 2], byte + i % 2 * 8))));
 }
 DS4_INLINE LaneSum dot_lanes(LaneSum acc, const i8x64* w, const LaneSigns& s, const int8_t* x) {
   DS4_EACH(LaneSum, _mm256_add_epi16(acc.v[i], _mm256_maddubs_epi16(w[i / 2].v[i % 2], _mm256_sign_epi8(load256(x + 32 * i), s.v[i]))));
@@ -1174,9 +1179,8 @@ template <bool kBoth, bool kSmall> DS4_INLINE void finish(LaneSum a, LaneSum b, 
     a.v[i] = _mm256_madd_epi16(a.v[i], one), b.v[i] = _mm256_madd_epi16(b.v[i], one);
     if (!kBoth) a.v[i] = _mm256_add_epi32(a.v[i], b.v[i]);
   }
-  *lo = {{_mm256_hadd_epi32(a.v[0], a.v[1]), _mm256_hadd_epi32(a.v[2], a.v[3])}};
-  if (kBoth) *hi = {{_mm256_hadd_epi32(b.v[0], b.v[1]), _mm256_hadd_epi32(b.v[2], b.v[3])}};
-  else *hi = set1_i32(0);
+  *lo = fold_lanes(a);
+  *hi = kBoth ? fold_lanes(b) : set1_i32(0);
 }
 DS4_INLINE __m256i zip_half(__m256i a, __m256i b, bool high) {
   const __m256i l = _mm256_unpacklo_epi32(a, b), h = _mm256_unpackhi_epi32(a, b);
@@ -2369,10 +2373,9 @@ DS4_INLINE i8x64 q4_pieces(const Block& b, int i) {
 }
 DS4_INLINE i8x64 lane_pieces(const BlockQ4_K& b, int i) { return q4_pieces(b, i); }
 DS4_INLINE i8x64 lane_pieces(const BlockQ5_K& b, int i) {
-  const __m256i h = quad_at(b.h + 8 * i), sixteen = _mm256_set1_epi8(16), bit = _mm256_set_epi64x(0x2020202020202020, 0x1010101010101010, 0x0202020202020202, 0x0101010101010101);
-  const __m256i bits[2] = {bit, _mm256_slli_epi16(bit, 2)};
-  const i8x64 high = {{_mm256_and_si256(sixteen, _mm256_cmpeq_epi8(_mm256_and_si256(h, bits[0]), bits[0])), _mm256_and_si256(sixteen, _mm256_cmpeq_epi8(_mm256_and_si256(h, bits[1]), bits[1]))}};
-  return add8(q4_pieces(b, i), high);
+  const __m256i h = quad_at(b.h + 8 * i), bit = _mm256_set_epi64x(0x2020202020202020, 0x1010101010101010, 0x0202020202020202, 0x0101010101010101);
+  const auto fifth = [&](__m256i m) __attribute__((always_inline)) { return _mm256_and_si256(_mm256_set1_epi8(16), _mm256_cmpeq_epi8(_mm256_and_si256(h, m), m)); };
+  return add8(q4_pieces(b, i), {{fifth(bit), fifth(_mm256_slli_epi16(bit, 2))}});
 }
 // TQ1_0: the powers of 3 for quad words 0 and 1, 2, 3 of the 8 blocks, in lanes.
 using QuadPowers = std::array<std::array<uint16_t, 32>, 3>;
@@ -2394,15 +2397,19 @@ DS4_INLINE i8x64 lane_pieces(const BlockTQ1_0& b, int i) {
   const uint16_t* power = kQuadPowers[i < 2 ? 0 : size_t(i) - 1].data();
   return {{digit3_half(_mm256_blend_epi32(q, c, 0xc0), load256(power)), digit3_half(last, load256(power + 16))}};
 }
-// 16 where bit i of each block's word h is set, for values 8k .. 8k + 7.
+// 16 where the bit of a value is set in its block's word of h, for values 8k .. 8k + 7.
 DS4_INLINE i8x64 fifth_bits(__m256i h, int k) {
-  const __m256i first = _mm256_set_epi64x(0x0404040404040404, 0, 0x0404040404040404, 0), bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
-  DS4_EACH(i8x64, _mm256_and_si256(_mm256_set1_epi8(16), _mm256_cmpeq_epi8(bit, _mm256_and_si256(bit, _mm256_shuffle_epi8(h, _mm256_add_epi8(first, _mm256_set1_epi8(char(k + 8 * i))))))));
+  const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
+  DS4_EACH(i8x64, _mm256_and_si256(_mm256_set1_epi8(16), _mm256_cmpeq_epi8(bit, _mm256_and_si256(bit, byte_in_lanes(h, k + 8 * i)))));
 }
 template <class Block>
 DS4_INLINE i8x64 nibble_pieces(const Block& b, int i) {
-  const auto blocks = [&](size_t k) __attribute__((always_inline)) { return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(nibbles_of(b, k))), load128(nibbles_of(b, k + 4)), 1); };
-  const auto quads = [&](size_t k) __attribute__((always_inline)) { return i % 2 == 0 ? _mm256_unpacklo_epi64(blocks(k), blocks(k + 1)) : _mm256_unpackhi_epi64(blocks(k), blocks(k + 1)); };
+  const auto blocks = [&](size_t k) __attribute__((always_inline)) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(nibbles_of(b, k))), load128(nibbles_of(b, k + 4)), 1);
+  };
+  const auto quads = [&](size_t k) __attribute__((always_inline)) {
+    return i % 2 == 0 ? _mm256_unpacklo_epi64(blocks(k), blocks(k + 1)) : _mm256_unpackhi_epi64(blocks(k), blocks(k + 1));
+  };
   const i8x64 v = {{quads(0), quads(2)}};
   return i < 2 ? and8(v, set1_8(15)) : shr8<4>(v, 15);
 }
@@ -2410,9 +2417,7 @@ DS4_INLINE i8x64 lane_pieces(const BlockIQ4_XS& b, int i) { return lookup(kIq4By
 template <class B>
 DS4_INLINE i8x64 lane_pieces(const Eight<B>& b, int i) {
   i8x64 v = nibble_pieces(b, i);
-  if constexpr (std::is_same_v<B, BlockQ5_0>) {
-    v = add8(v, fifth_bits(fifth_words(b), i));
-  }
+  if constexpr (std::is_same_v<B, BlockQ5_0>) v = add8(v, fifth_bits(fifth_words(b), i));
   if constexpr (std::is_same_v<B, BlockMXFP4>) v = lookup(kFp4Bytes.data(), v);
   if constexpr (std::is_same_v<B, BlockIQ4_NL>) v = lookup(kIq4Bytes.data(), v);
   return v;
@@ -2634,14 +2639,22 @@ DS4_INLINE void load_lanes(const BlockQ2_K* a, const BlockQ2_K* b, LaneWeights<B
   load_scales(a, b, g.scales);
 }
 
-DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneWeights<BlockQ4_K>& g) {
-  const __m512i a0 = load512(a->q), a1 = load512(a->q + 64), b0 = load512(b->q), b1 = load512(b->q + 64), fields = _mm512_sllv_epi32(_mm512_set1_epi8(15), field_shifts<BlockQ4_K>());
+// Word k of each block's nibbles, Q4_K or Q5_K, with those of its neighbour: q has them at field_shifts<BlockQ4_K>.
+template <class Block>
+DS4_INLINE void load_q4_words(const Block* a, const Block* b, __m512i* q) {
+  const __m512i a0 = load512(a->q), a1 = load512(a->q + 64), b0 = load512(b->q), b1 = load512(b->q + 64);
   const __m512i first = _mm512_setr_epi32(0, 0, 8, 8, 16, 16, 24, 24, 0, 0, 8, 8, 16, 16, 24, 24);
   DS4_UNROLL
-  for (int w = 0; w < 8; w++) {
-    const __m512i at = _mm512_add_epi32(first, _mm512_set1_epi32(w));
-    g.w[w] = _mm512_and_si512(_mm512_mask_blend_epi32(0xff00, _mm512_permutex2var_epi32(a0, at, a1), _mm512_permutex2var_epi32(b0, at, b1)), fields);
+  for (int k = 0; k < 8; k++) {
+    const __m512i at = _mm512_add_epi32(first, _mm512_set1_epi32(k));
+    q[k] = _mm512_mask_blend_epi32(0xff00, _mm512_permutex2var_epi32(a0, at, a1), _mm512_permutex2var_epi32(b0, at, b1));
   }
+}
+DS4_INLINE void load_lanes(const BlockQ4_K* a, const BlockQ4_K* b, LaneWeights<BlockQ4_K>& g) {
+  const __m512i fields = _mm512_sllv_epi32(_mm512_set1_epi8(15), field_shifts<BlockQ4_K>());
+  load_q4_words(a, b, g.w);
+  DS4_UNROLL
+  for (int k = 0; k < 8; k++) g.w[k] = _mm512_and_si512(g.w[k], fields);
   load_scales(a, b, g.scales);
 }
 
@@ -2669,16 +2682,14 @@ DS4_INLINE void load_lanes(const BlockTQ1_0* a, const BlockTQ1_0* b, LaneWeights
 }
 
 DS4_INLINE void load_lanes(const BlockQ5_K* a, const BlockQ5_K* b, LaneWeights<BlockQ5_K>& g) {
-  const __m512i a0 = load512(a->q), a1 = load512(a->q + 64), b0 = load512(b->q), b1 = load512(b->q + 64), h = load8(a->h, b->h).v;
-  const __m512i first = _mm512_setr_epi32(0, 0, 8, 8, 16, 16, 24, 24, 0, 0, 8, 8, 16, 16, 24, 24), part = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8);
-  const __m512i bit = _mm512_sllv_epi32(_mm512_set1_epi8(1), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7)), nibble = _mm512_set1_epi8(15);
+  const __m512i h = load8(a->h, b->h).v, part = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8);
+  const __m512i bit = _mm512_sllv_epi32(_mm512_set1_epi8(1), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7));
+  load_q4_words(a, b, g.w);
   DS4_UNROLL
-  for (int w = 0; w < 8; w++) {
-    const __m512i at = _mm512_add_epi32(first, _mm512_set1_epi32(w));
-    const __m512i q = _mm512_mask_blend_epi32(0xff00, _mm512_permutex2var_epi32(a0, at, a1), _mm512_permutex2var_epi32(b0, at, b1));
-    const __mmask64 fifth = _mm512_test_epi8_mask(_mm512_permutexvar_epi32(_mm512_add_epi32(part, _mm512_set1_epi32(w)), h), bit);
-    g.w[w] = _mm512_and_si512(_mm512_srlv_epi32(q, field_shifts<BlockQ4_K>()), nibble);
-    g.w[w] = _mm512_mask_add_epi8(g.w[w], fifth, g.w[w], _mm512_set1_epi8(16));
+  for (int k = 0; k < 8; k++) {
+    const __mmask64 fifth = _mm512_test_epi8_mask(_mm512_permutexvar_epi32(_mm512_add_epi32(part, _mm512_set1_epi32(k)), h), bit);
+    g.w[k] = _mm512_and_si512(_mm512_srlv_epi32(g.w[k], field_shifts<BlockQ4_K>()), _mm512_set1_epi8(15));
+    g.w[k] = _mm512_mask_add_epi8(g.w[k], fifth, g.w[k], _mm512_set1_epi8(16));
   }
   load_scales(a, b, g.scales);
 }

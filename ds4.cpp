@@ -2055,12 +2055,13 @@ DS4_INLINE f32x16 first_of(f32x16 a, size_t n, f32x16 old) {
 // NEON and scalar are not measured.
 constexpr size_t kMaxRowTokens = 8;
 static size_t row_tokens(Type type) {
+  if (DS4_PASS < 2) return 4;
   if (DS4_PASS == 2) return 8;
   switch (type) {
     case Type::Q8_0: return 4;
-    case Type::IQ2_XXS: return DS4_PASS == 3 ? 6 : 4;
+    case Type::IQ2_XXS: return 6;
     case Type::Q3_K: case Type::Q5_1: case Type::Q6_K: case Type::TQ2_0: return 3;
-    default: return DS4_PASS == 3 ? 8 : 4;
+    default: return 8;
   }
 }
 
@@ -2372,10 +2373,10 @@ DS4_INLINE i8x64 q4_pieces(const Block& b, int i) {
   return {{shifted(quads_at(b.q + 8 * i, b.q + 64 + 8 * i), 0, 4, 15), shifted(quads_at(b.q + 32 + 8 * i, b.q + 96 + 8 * i), 0, 4, 15)}};
 }
 DS4_INLINE i8x64 lane_pieces(const BlockQ4_K& b, int i) { return q4_pieces(b, i); }
+DS4_INLINE __m256i sixteen_where(__m256i a, __m256i bit) { return _mm256_and_si256(_mm256_set1_epi8(16), _mm256_cmpeq_epi8(_mm256_and_si256(a, bit), bit)); }
 DS4_INLINE i8x64 lane_pieces(const BlockQ5_K& b, int i) {
   const __m256i h = quad_at(b.h + 8 * i), bit = _mm256_set_epi64x(0x2020202020202020, 0x1010101010101010, 0x0202020202020202, 0x0101010101010101);
-  const auto fifth = [&](__m256i m) __attribute__((always_inline)) { return _mm256_and_si256(_mm256_set1_epi8(16), _mm256_cmpeq_epi8(_mm256_and_si256(h, m), m)); };
-  return add8(q4_pieces(b, i), {{fifth(bit), fifth(_mm256_slli_epi16(bit, 2))}});
+  return add8(q4_pieces(b, i), {{sixteen_where(h, bit), sixteen_where(h, _mm256_slli_epi16(bit, 2))}});
 }
 // TQ1_0: the powers of 3 for quad words 0 and 1, 2, 3 of the 8 blocks, in lanes.
 using QuadPowers = std::array<std::array<uint16_t, 32>, 3>;
@@ -2400,7 +2401,7 @@ DS4_INLINE i8x64 lane_pieces(const BlockTQ1_0& b, int i) {
 // 16 where the bit of a value is set in its block's word of h, for values 8k .. 8k + 7.
 DS4_INLINE i8x64 fifth_bits(__m256i h, int k) {
   const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
-  DS4_EACH(i8x64, _mm256_and_si256(_mm256_set1_epi8(16), _mm256_cmpeq_epi8(bit, _mm256_and_si256(bit, byte_in_lanes(h, k + 8 * i)))));
+  DS4_EACH(i8x64, sixteen_where(byte_in_lanes(h, k + 8 * i), bit));
 }
 template <class Block>
 DS4_INLINE i8x64 nibble_pieces(const Block& b, int i) {
@@ -2437,6 +2438,7 @@ DS4_INLINE f32x16 add_lanes(f32x16 acc, const LaneGroup<Block, kOne>& g, const A
   DS4_UNROLL
   for (int i = 0; i < 4; i++) {
     i8x64 w[2];
+    DS4_UNROLL
     for (int k = 0; k < 2; k++) w[k] = kKept<Block, kOne> ? g.kept[i][k] : lane_pieces(*g.block[k], i);
     sum[i / 2] = kIsIq4<Block> ? dot_signed_lanes(sum[i / 2], w, q + 128 * i) : dot_lanes(sum[i / 2], w, q + 128 * i);
   }
@@ -3047,6 +3049,13 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
     using Block = decltype(block);
     (n == 1 ? matmul_rows_grid<Block, true> : matmul_rows_grid<Block, false>)(w, r0, r1, x, out, n);
   };
+  auto coded = [&](auto block) {               // their grids' entries are looked up in byte tables on AVX-512
+#if DS4_PASS == 3
+    lanes(block);
+#else
+    grid(block);
+#endif
+  };
   if (w.cols % 256 == 0) {
     switch (w.type) {
       case Type::Q4_0: return lanes(Eight<BlockQ4_0>{});
@@ -3065,19 +3074,11 @@ static void matmul_int8(const Matrix& w, size_t r0, size_t r1, const void* const
     case Type::TQ1_0: return lanes(BlockTQ1_0{});
     case Type::IQ1_S: return grid(BlockIQ1_S{});
     case Type::IQ1_M: return grid(BlockIQ1_M{});
-#if DS4_PASS == 3
-    case Type::IQ2_XXS: return lanes(BlockIQ2_XXS{});
-    case Type::IQ2_XS: return lanes(BlockIQ2_XS{});
-    case Type::IQ2_S: return lanes(BlockIQ2_S{});
-    case Type::IQ3_XXS: return lanes(BlockIQ3_XXS{});
-    case Type::IQ3_S: return lanes(BlockIQ3_S{});
-#else
-    case Type::IQ2_XXS: return grid(BlockIQ2_XXS{});
-    case Type::IQ2_XS: return grid(BlockIQ2_XS{});
-    case Type::IQ2_S: return grid(BlockIQ2_S{});
-    case Type::IQ3_XXS: return grid(BlockIQ3_XXS{});
-    case Type::IQ3_S: return grid(BlockIQ3_S{});
-#endif
+    case Type::IQ2_XXS: return coded(BlockIQ2_XXS{});
+    case Type::IQ2_XS: return coded(BlockIQ2_XS{});
+    case Type::IQ2_S: return coded(BlockIQ2_S{});
+    case Type::IQ3_XXS: return coded(BlockIQ3_XXS{});
+    case Type::IQ3_S: return coded(BlockIQ3_S{});
     default: break;
   }
 #endif
